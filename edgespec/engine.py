@@ -20,7 +20,6 @@ from edgespec.requests.request import (
     Request,
     RequestOptions,
     chat_prompt,
-    fill_prompt,
     ids_of,
     no_template,
     prompt_tokens,
@@ -31,7 +30,7 @@ from edgespec.requests.request import (
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
 from edgespec.requests.scheduler import Scheduler
-from edgespec.requests.stream import Stream, answers, answers_async
+from edgespec.requests.stream import Answers, Stream
 from edgespec.requests.ticket import InProcess, Ticket
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import RequestError, TokenizerError
@@ -212,7 +211,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         self._advice = self.target.manifest.sampling
         self.drafter = None if runner.side is None else runner.side.bundle
         self._runner = runner
-        self._queue = Scheduler(self.options.max_waiting, runner, runner.seats.most)
+        self._queue = Scheduler(self.options.max_waiting, runner, runner.at_once)
         self._learner, self._idle = learner, None
         if learner is not None and self.options.adapt == "idle":
             from edgespec.history.adapting import WhenIdle
@@ -352,7 +351,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
                 too many requests wait (:class:`edgespec.Busy`), or the model is closed
                 (:class:`edgespec.Closed`).
         """
-        return self._answers(text_prompt(prompt), options)
+        return self.answers([text_prompt(prompt)], options).run()[0]
 
     @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
@@ -362,19 +361,19 @@ class Model(InProcess, AbstractContextManager["Model"]):
             messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return self._answers(chat_prompt(messages), options)
+        return self.answers([chat_prompt(messages)], options).run()[0]
 
     @with_options
     async def generate_async(
         self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
     ) -> Generation:
         """Like :meth:`generate`, in an event loop. Cancelling the task ends the answer within a pass."""
-        return await self._answers_async(text_prompt(prompt), options)
+        return (await self.answers([text_prompt(prompt)], options).run_async())[0]
 
     @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`chat`, in an event loop. Cancelling the task ends the answer within a pass."""
-        return await self._answers_async(chat_prompt(messages), options)
+        return (await self.answers([chat_prompt(messages)], options).run_async())[0]
 
     @with_options
     def stream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Stream:
@@ -395,21 +394,21 @@ class Model(InProcess, AbstractContextManager["Model"]):
         ``extra`` are names and texts of other files, the nearest last. Text that does not fit is cut at its
         far end. Models without tokens for fills raise RequestError.
         """
-        return self._answers(fill_prompt(prefix, suffix, extra), options)
+        return self.answers([Hole(prefix, suffix, extra)], options).run()[0]
 
     @with_options
     async def fill_async(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Generation:
         """Like :meth:`fill`, in an event loop. Cancelling the task ends the answer within a pass."""
-        return await self._answers_async(fill_prompt(prefix, suffix, extra), options)
+        return (await self.answers([Hole(prefix, suffix, extra)], options).run_async())[0]
 
     @with_options
     def stream_fill(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Stream:
         """Like :meth:`fill`, piece by piece: iterate over text, then read ``.result``."""
-        return self._stream(fill_prompt(prefix, suffix, extra), options)
+        return self._stream(Hole(prefix, suffix, extra), options)
 
     @with_options
     def conversation(self, system: str | None = None, **defaults: Unpack[RequestOptions]) -> "Conversation":
@@ -436,7 +435,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
             Cancelled: the time was up.
         """
         ticket = self._runner.text_reader.ticket(texts, **options)
-        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
+        return ticket.outcome(Stream(ticket, self._queue).run().finish_reason)
 
     async def embed_async(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
         """Like :meth:`embed`, in an event loop. Cancelling the task ends it within a pass."""
@@ -453,7 +452,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
             Cancelled: the time was up.
         """
         ticket = self._runner.text_reader.rerank_ticket(query, texts, **options)
-        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
+        return ticket.outcome(Stream(ticket, self._queue).run().finish_reason)
 
     async def rerank_async(
         self, query: str, texts: Sequence[str], **options: "Unpack[RerankOptions]"
@@ -493,24 +492,21 @@ class Model(InProcess, AbstractContextManager["Model"]):
         from asyncio import to_thread
 
         ticket = await to_thread(make)
-        return ticket.answer((await Stream(ticket, self._queue).run_async()).finish_reason)
+        return ticket.outcome((await Stream(ticket, self._queue).run_async()).finish_reason)
 
-    def _answers(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
+    def answers(self, prompts: Sequence[PromptInput | Hole], options: RequestOptions) -> Answers:
+        """Answers to several prompts, which are read now, so that their errors are raised at once."""
         request = Request.of(options, self._advice)
-        return answers(self._streams(prompt, request), request.n)
-
-    async def _answers_async(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
-        request = Request.of(options, self._advice)
-        return await answers_async(self._streams(prompt, request), request.n)
-
-    def _stream(self, prompt: PromptInput | Hole, options: RequestOptions) -> Stream:
-        return self._streams(prompt, Request.single(options, self._advice))[0]
+        return Answers([self._streams(prompt, request) for prompt in prompts], request.n)
 
     def _streams(self, prompt: PromptInput | Hole, request: Request) -> list[Stream]:
-        """A stream for each answer. The prompt is made now, so that its errors are raised at once."""
+        """A stream for each answer to decode."""
         ready = self._runner.prompt(prompt, request)
         is_chat = not isinstance(prompt, Hole | str) and ids_of(prompt) is None
         return [self._queued(choice, lambda: ready, is_chat=is_chat) for choice in request.choices]
+
+    def _stream(self, prompt: PromptInput | Hole, options: RequestOptions) -> Stream:
+        return self._streams(prompt, Request.single(options, self._advice))[0]
 
     def _start(
         self,

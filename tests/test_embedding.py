@@ -151,8 +151,8 @@ def test_answers_beside_texts_stay_the_same(model: Model, driven: Driven) -> Non
     assert second.ended and not first.ended  # a short request does not wait for a long one
     driven.run()
     assert answer.result.tokens == whole.tokens
-    assert np.array_equal(long.answer("stop").vectors, np.tile(vectors, (2, 1)))
-    assert np.array_equal(short.answer("stop").vectors, vectors[:1])
+    assert np.array_equal(long.outcome("stop").vectors, np.tile(vectors, (2, 1)))
+    assert np.array_equal(short.outcome("stop").vectors, vectors[:1])
 
 
 def test_short_requests_do_not_throw_away_what_was_read_of_a_long_text(driven: Driven) -> None:
@@ -174,14 +174,14 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
     stream.cancel()
     driven.run()
     with pytest.raises(Cancelled, match=r"\d of 5 texts are unread: cancelled"):
-        ticket.answer(stream.result.finish_reason)
-    assert any(reader.length for reader in runner_of(driven.model).seats.readers)
+        ticket.outcome(stream.result.finish_reason)
+    assert any(reader.length for reader in runner_of(driven.model).readers)
     driven.model.forget()
-    assert not any(reader.length for reader in runner_of(driven.model).seats.readers)
+    assert not any(reader.length for reader in runner_of(driven.model).readers)
     late, waiting = queued(driven, "x", timeout=1e-9)
     driven.run()
     with pytest.raises(Cancelled, match="not finished within 1e-09 s"):
-        late.answer(waiting.result.finish_reason)
+        late.outcome(waiting.result.finish_reason)
 
 
 def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
@@ -209,7 +209,7 @@ def test_trim_gives_back_what_texts_took(driven: Driven, model: Model) -> None:
     assert ticket.unread
     assert runner_of(driven.model).trim() > 0 == runner_of(driven.model).session.model.kv_bytes
     driven.run()
-    assert np.array_equal(ticket.answer("stop").vectors, expected)
+    assert np.array_equal(ticket.outcome("stop").vectors, expected)
 
 
 def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch:
             stream.run()
     ticket, stream = queued(driven, "x")
     driven.run()
-    assert ticket.answer(stream.result.finish_reason).tokens == (2,)
+    assert ticket.outcome(stream.result.finish_reason).tokens == (2,)
 
 
 def test_tasks_and_the_end_of_a_model(path: Path) -> None:
@@ -240,7 +240,7 @@ def test_beside_a_head_there_are_no_vectors(model: Model, monkeypatch: pytest.Mo
     head = SimpleNamespace(bundle=SimpleNamespace(config=SimpleNamespace(is_head=True)))
     with monkeypatch.context() as patched:
         patched.setattr(runner_of(model), "side", head)
-        patched.setattr(runner_of(model), "_texts", None)
+        patched.delitem(vars(runner_of(model)), "text_reader", raising=False)
         with pytest.raises(RequestError, match="load it without a drafter"):
             model.embed("x")
 

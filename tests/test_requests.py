@@ -219,7 +219,10 @@ def test_template_arguments_reach_the_template(model: Model) -> None:
     thinking = model.count_tokens(ASK)
     assert model.count_tokens(ASK, template_args={"enable_thinking": False}) > thinking
     assert model.chat(ASK, max_tokens=1, template_args={"enable_thinking": True}).text is not None
-    with pytest.raises(RequestError, match="does not read enable_thinkng; it reads enable_thinking, tools"):
+    with pytest.raises(
+        RequestError,
+        match="enable_thinkng, which the chat template does not read; it reads enable_thinking, tools",
+    ):
         model.chat(ASK, template_args={"enable_thinkng": False})
     for options in (RequestOptions(template_args={"enable_thinking": False}), RequestOptions(tools=TOOLS)):
         with pytest.raises(RequestError, match="use chat"):
@@ -296,10 +299,12 @@ def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None
         assert answer.message == {"role": "assistant", "content": CALL}
 
 
-@pytest.mark.parametrize(("shows", "message"), [("", "shows no tools"), ("{{ tools }}", "has a form")])
+@pytest.mark.parametrize(
+    ("shows", "message"), [("", "does not support tools"), ("{{ tools }}", "has a form")]
+)
 def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, shows: str, message: str) -> None:
     folder = tiny_native(tmp_path / "target", template=shows + "{{ messages[0].content }}").path
-    says = pytest.raises(RequestError, match=f"chat template of target .*{message}")
+    says = pytest.raises(RequestError, match=f"^tools cannot be .*target.*{message}")
     with edgespec.load(folder, None, options=OPTIONS) as model, says:
         model.chat(ASK, tools=TOOLS)
 

@@ -105,7 +105,7 @@ def test_the_query_is_read_once_and_texts_share_passes(model: Model, monkeypatch
     behind = len(model.tokenize(SUFFIX + texts[0], special=True))
     assert sum(map(sum, passes)) < together.tokens[0] + 8 * (behind + 16)
     assert max(map(len, passes)) == 4
-    assert not any(reader.length for reader in runner_of(model).seats.readers)
+    assert not any(reader.length for reader in runner_of(model).readers)
 
 
 def test_texts_cannot_forge_the_template(model: Model) -> None:
@@ -147,7 +147,7 @@ def test_models_that_were_not_made_for_it_refuse(
         model.embed("x")
     with (
         edgespec.load(paths["head"], options=LoadOptions(threads=1)) as headed,
-        pytest.raises(RequestError, match="reads no instruction; leave it out"),
+        pytest.raises(RequestError, match="instruction is not read by this model; leave it out"),
     ):
         headed.rerank("x", ["x"], instruction="Find.")
     source = write_reranker(tmp_path, "words")

@@ -158,7 +158,7 @@ def test_what_cannot_be_followed_to_the_end_ends_there() -> None:
         written += BYTE.encode_bytes(b"a " if written else b'"')
         constraint.begin(written)
         allowed = constraint.allowed(()).tokens
-    assert "the answer ends early: the response_format cannot be followed" in constraint.broken
+    assert "the answer ends early: response_format cannot be followed" in constraint.broken
     assert allowed == [END] and constraint.ends(written) and constraint.completes(())
 
 
@@ -236,7 +236,7 @@ def test_strict_schemas_are_held_whole_or_refused(schema: Schema) -> None:
 
 @pytest.mark.parametrize("schema", [{"not": {}}, {"enum": []}, {"$ref": "https://example.com/x"}])
 def test_what_nothing_fits_is_refused(schema: Schema) -> None:
-    with pytest.raises(RequestError, match="the response_format cannot be followed"):
+    with pytest.raises(RequestError, match="response_format cannot be followed"):
         made({"type": "object", "properties": {"a": schema}, "required": ["a"]})
 
 

@@ -188,17 +188,29 @@ def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, st
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "field", "problem"),
     [
-        ({"enable_thinking": True}, "enable_thinking is True, and toy does not think; leave it out"),
-        ({"thinking_budget_tokens": 7}, "thinking_budget_tokens is 7, and toy does not think; leave it out"),
+        ({"enable_thinking": True}, "enable_thinking", "is True, and toy does not support thinking; leave"),
+        ({"thinking_budget_tokens": 7}, "thinking_budget_tokens", "is 7, and toy does not support thinking"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "has messages, which"),
+        ({"repeat_penalty": 99}, "repeat_penalty", "is 99.0; allowed: a number"),
+        ({"stop": ["a", ""]}, "stop[1]", "is ''; allowed: a text of one character or more"),
+        ({"functions": [{"name": 3}]}, "functions[0]", "is {"),
+        ({"tool_choice": "required"}, "tool_choice", "is 'required'; allowed: 'auto', 'none'"),
+        ({"response_format": {"type": "xml"}}, "response_format", "is {'type': 'xml'}; allowed"),
+        ({"stream_options": {"banana": 1}}, "stream_options.'banana'", "is not known; allowed"),
+        ({"prediction": 3}, "prediction", "is 3; allowed: "),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "has a lone sur"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_name_what_the_client_sent(stream: bool, more: dict[str, Any], message: str) -> None:
+def test_errors_name_what_the_client_sent(
+    stream: bool, more: dict[str, Any], field: str, problem: str
+) -> None:
     with toy_model(toy_session()) as model, serving(model) as url:
-        reply = ask(url, CHAT, question(stream=stream, **more) | {"model": "toy"})
-    assert reply.status == 400 and message in reply.error and "template_args" not in reply.error
+        reply = ask(url, CHAT, question(stream=stream) | more | {"model": "toy"})
+    assert reply.status == 400 and f"{field} {problem}" in reply.error
+    assert reply.json["error"]["param"] == field and "template_args" not in reply.error
 
 
 @pytest.mark.parametrize(("seed", "taken"), [(-1, None), (-7, -7), (0, 0), (2**64 - 1, 2**64 - 1)])

@@ -88,8 +88,22 @@ def test_answers_come_side_by_side() -> None:
 
 def test_more_answers_than_may_wait_take_their_turns() -> None:
     with several(2, max_waiting=0) as model, serving(model) as url:
-        body = DRAWN | {"prompt": ["a", "b", "c"], "n": 16, "stream": True}
-        assert len(texts(events(ask(url, TEXT, body))[:-1])) == 48
+        body = DRAWN | {"prompt": ["a", "b", "c"], "n": 16}
+        streamed = texts(events(ask(url, TEXT, body | {"stream": True}))[:-1])
+        assert len(streamed) == 48 and streamed == [
+            choice["text"] for choice in ask(url, TEXT, body).json["choices"]
+        ]
+        drawn: Any = {"max_tokens": 12, "temperature": 1.5, "seed": 7, "n": 16}
+        assert [choice.text for choice in model.generate("a", **drawn).choices] == streamed[:16]
+
+
+def test_prompts_behind_an_answer_that_ends_early_have_none() -> None:
+    with several(1) as model:
+        answers = model.answers(["a", "b"], {"n": 2, "temperature": 1.0, "cancelled": lambda: True})
+        assert [[choice.finish_reason for choice in answer.choices] for answer in answers.run()] == [
+            ["cancelled"]
+        ] * 2
+        assert all(stream.ended for stream in answers.streams)
 
 
 def test_the_command_says_how_many_run_at_once(loads: Callable[[Any], None]) -> None:

@@ -20,7 +20,7 @@ from edgespec.serve.responses import Kept, ResponseReply, ResponsesBody
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.kit.models import toy_model, toy_session
-from tests.kit.serving import ServedModel, ask, events, question, serving, tokenizer
+from tests.kit.serving import ServedModel, ask, events, question, ready, serving, tokenizer
 from tests.kit.templates import HERMES
 from tests.test_serve_tools import CALL, CHAT, WEATHER
 
@@ -71,7 +71,7 @@ def test_a_chunk_has_one_piece_of_one_kind() -> None:
     """Continue reads one field of a delta, llama-index the first entry of its calls."""
     calls = ToolCall("a", "time", {}), ToolCall("b", "time", {})
     record = Record("", (TokenRecord(5, "target"),) * 2, content="so", calls=calls, thoughts=("hm",))
-    chunks = ChatReply("m", tokenizer(), 1.0).chunk(record, [{"text": "hm"}])
+    chunks = ready(ChatReply("m")).chunk(record, [{"text": "hm"}])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[:2] == [{"reasoning_content": "hm"}, {"content": "so"}]
     entries = [entry for delta in deltas[2:] for entry in delta["tool_calls"]]
@@ -184,7 +184,7 @@ def test_the_chosen_token_is_among_the_most_likely(most: int) -> None:
     records = tuple(TokenRecord(id_, "target", -2.0, best) for id_ in (first, second))
     answer = Generation("", (first, second), "stop", GenerationStats(), records=records)
     body = parse(CompletionBody, {"model": "m", "prompt": "a", "logprobs": most})
-    reply = CompletionReply("m", tokenizer(), 1.0, logprobs=body.logprobs is not None)
+    reply = ready(CompletionReply("m", logprobs=body.logprobs is not None))
     scores = reply.whole([answer])["choices"][0]["logprobs"]
     assert scores["tokens"] == ["bytes:\\xe6\\x97", "bytes:\\xa5"]
     for token, top in zip(scores["tokens"], scores["top_logprobs"], strict=True):
@@ -193,11 +193,11 @@ def test_the_chosen_token_is_among_the_most_likely(most: int) -> None:
 
 def test_thoughts_are_signed_before_their_block_ends() -> None:
     record = Record("", (TokenRecord(5, "target"),), content="a", thoughts=("hm",))
-    reply = MessageReply("m", tokenizer(), 1.0)
+    reply = ready(MessageReply("m"))
     happened = reply.chunk(record, [])
     signed, stop = happened[2:4]
     assert (signed["delta"]["type"], stop["type"]) == ("signature_delta", "content_block_stop")
-    whole = MessageReply("m", tokenizer(), 1.0)
+    whole = ready(MessageReply("m"))
     answer = Generation("", (5,), "stop", GenerationStats(), content="a", thoughts=("hm",))
     assert whole.whole([answer])["content"][0]["signature"] == signed["delta"]["signature"] != ""
 
@@ -214,7 +214,7 @@ def test_a_response_that_was_cut_is_incomplete_and_calls_are_whole(
     content: str, reason: Any, status: str, details: object
 ) -> None:
     body = parse(ResponsesBody, {"model": "m", "input": "a"})
-    reply = ResponseReply("m", tokenizer(), 1.0, body, [], Kept())
+    reply = ready(ResponseReply("m", body, [], Kept()))
     reply.chunk(Record("", (), calls=(ToolCall("c", "f", {}),)), [])
     reply.chunk(Record("", (), content=content), [])
     *_, item, last = reply.end(Generation("", (), reason, GenerationStats()))

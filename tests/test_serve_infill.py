@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any
 
 import pytest
 
 from edgespec.requests.fill import fill_tokens
 from edgespec.requests.request import Hole, Request
 from tests.kit.models import toy_model
-from tests.kit.serving import ServedModel, ServedStream, ask, events, serving
+from tests.kit.serving import ServedModel, ask, events, serving
 from tests.kit.toy import ToySession
 from tests.test_fill import QWEN, bundle_of, ending, with_marks
 
@@ -33,28 +32,18 @@ EDITOR = {  # as llama.vim and llama.vscode send it
 }
 
 
-class Filling(ServedModel):
-    """Fills with what it is told."""
-
-    def stream_fill(self, prefix: str, suffix: str, **options: Any) -> ServedStream:
-        hole = prefix, suffix, options.pop("extra", ()), options.get("max_lines")
-        stream = self.stream(prefix, **options)
-        stream.asked = hole
-        return stream
+@pytest.fixture
+def model() -> ServedModel:
+    return ServedModel()
 
 
 @pytest.fixture
-def model() -> Filling:
-    return Filling()
-
-
-@pytest.fixture
-def url(model: Filling) -> Iterator[str]:
+def url(model: ServedModel) -> Iterator[str]:
     with serving(model.as_model()) as url:
         yield url
 
 
-def test_an_editors_request_is_filled(model: Filling, url: str) -> None:
+def test_an_editors_request_is_filled(model: ServedModel, url: str) -> None:
     answer = ask(url, PATH, EDITOR).json
     assert (answer["content"], answer["stop"], answer["stop_type"]) == ("re: a\nb = ", True, "eos")
     assert answer["truncated"] is False
@@ -64,7 +53,7 @@ def test_an_editors_request_is_filled(model: Filling, url: str) -> None:
     assert (told["predicted_n"], told["predicted_ms"], told["predicted_per_second"]) == (20, 1000.0, 20.0)
     assert told["prompt_per_second"] == 40.0
     ((hole, options),) = model.calls
-    assert hole == ("a\nb = ", "\nc\n", [("a.py", "A"), ("file", "B")], None)
+    assert hole == ("a\nb = ", "\nc\n", (("a.py", "A"), ("file", "B")), None)
     assert options == {
         "max_lines": None,
         "top_k": 40,
@@ -89,7 +78,7 @@ def test_only_the_fields_that_are_asked_for_come(url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_cache_is_warmed_without_text(model: Filling, url: str, stream: bool) -> None:
+def test_a_cache_is_warmed_without_text(model: ServedModel, url: str, stream: bool) -> None:
     warm = EDITOR | {"n_predict": 0, "stream": stream, "response_fields": [""]}
     answer = ask(url, PATH, warm)
     told = events(answer) if stream else [answer.json]
@@ -111,7 +100,7 @@ def test_what_infill_does_not_take_is_named(url: str) -> None:
     assert ask(url, PATH, EDITOR | {"model": "served", "max_lines": 2}).status == 200
 
 
-def test_a_suffix_makes_a_completion_a_fill(model: Filling, url: str) -> None:
+def test_a_suffix_makes_a_completion_a_fill(model: ServedModel, url: str) -> None:
     body = {"model": "served", "prompt": ["a", "b"], "suffix": "c"}
     answer = ask(url, "/v1/completions", body).json
     assert [choice["text"] for choice in answer["choices"]] == ["re: a", "re: b"]

@@ -146,13 +146,13 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
         ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'; allowed: 'low' or 'medium'"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "type is 'clear_t"),
-        ({"thinking": {"type": "enabled"}}, "thinking.type is 'enabled', and toy does not think; leave it"),
+        ({"thinking": {"type": "enabled"}}, "thinking is True, and toy does not support thinking; leave it"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens is 9, and toy does"),
         (
             {"thinking": {"type": "enabled"}, "output_config": {"effort": "low"}},
-            "output_config.effort is 'low', and toy does not think",
+            "output_config.effort is 'low', and toy does not support thinking",
         ),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config format is {'type': 'xml'}; allowed:"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format is {'type': 'xml'}; allowed:"),
         ({"system": 3}, "system is 3"),
         ({"system": [{"type": "image"}]}, "system[0].type is 'image'; allowed: 'text'"),
         ({"messages": []}, "messages is"),
@@ -164,6 +164,7 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
         ({"messages": [{"role": "assistant", "content": "I"}]}, "messages[0].role is 'assistant'; allowed"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop_sequences": "x"}, "stop_sequences is 'x'"),
+        ({"tools": [{"name": ""}]}, "tools[0] is {"),
     ],
 )  # fmt: skip
 def test_what_there_is_not_is_refused_by_name(path: str, more: dict[str, Any], message: str) -> None:

@@ -243,6 +243,6 @@ def test_several_answers_are_choices_and_greedy_ones_cost_one(url: str) -> None:
 def test_messages_that_no_model_reads_are_refused(url: str) -> None:
     for content in (3, [{"type": "image_url", "image_url": {"url": "data:,"}}]):
         reply = ask(url, CHAT, body(content))
-        assert reply.status == 400 and "message 0" in reply.error
+        assert reply.status == 400 and "messages[0]" in reply.error
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ask(url, CHAT, body(parts, "developer")).status == 200

@@ -25,7 +25,6 @@ from edgespec_models.progress import Progress, ProgressCallback
 from tests.kit.native import tiny_native
 from tests.kit.serving import ServedModel, ask, events, open_stream, question, said, serving_models
 from tests.kit.toy import until
-from tests.test_serve_infill import Filling
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, dict[str, object]] = {
@@ -58,7 +57,7 @@ class Shelf:
         assert self.gate.wait(10)
         if self.fault is not None:
             raise self.fault
-        model = Filling(name=target)
+        model = ServedModel(name=target)
         model.target.manifest, model.drafter = SimpleNamespace(files={}), None  # type: ignore[attr-defined]
         model.target.config.vocab_size, model.target.marks = 1, frozenset()
         ready(model.target, None)
@@ -135,7 +134,8 @@ def test_other_names_are_refused_before_anything_is_loaded(shelf: Shelf, url: st
         reply = ask(url, CHAT, to("medium", stream=stream))
         assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
         assert "model 'medium' not found; this server has 'small', 'large'" in reply.error
-    assert ask(url, CHAT, to("small", top_logprobs=-1)).status == 400
+        for wrong in ({"top_logprobs": -1}, {"prediction": 3}, {"response_format": {"type": "xml"}}):
+            assert ask(url, CHAT, to("small", stream=stream, **wrong)).status == 400
     assert ask(url, CHAT, {**to("small"), "model": None}).status == 400
     assert shelf.loads == 0
 

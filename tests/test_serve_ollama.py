@@ -21,10 +21,9 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import Busy, Closed, EdgespecError, RequestError
 from tests.kit.models import toy_model, toy_session
 from tests.kit.native import edit_manifest, tiny_native
-from tests.kit.serving import Reply, ServedModel, ask, serving, serving_models, tokenizer
+from tests.kit.serving import Reply, ServedModel, ask, ready, serving, serving_models, tokenizer
 from tests.kit.templates import HERMES
 from tests.kit.toy import until
-from tests.test_serve_infill import Filling
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 BOTH = pytest.mark.parametrize("path", [CHAT, GENERATE])
@@ -36,7 +35,7 @@ KEY = "a-key-of-this-test"
 
 @pytest.fixture
 def model() -> ServedModel:
-    return Filling()
+    return ServedModel()
 
 
 def asked(path: str = CHAT, text: str = "hello", **more: object) -> dict[str, Any]:
@@ -214,11 +213,11 @@ def test_thoughts_are_apart() -> None:
     answer = Generation(
         "yes", ids, "length", GenerationStats(), records=tokens, content="yes", thoughts=thoughts
     )
-    form = OllamaReply("served", tokenizer(), 1.0, began=0.0, logprobs=True)
+    form = ready(OllamaReply("served", began=0.0, logprobs=True))
     whole = form.whole([answer])
     assert whole["message"] == {"role": "assistant", "content": "yes", "thinking": "so"}
     assert whole["done_reason"] == "length" and len(whole["logprobs"]) == len(text)
-    text_form = OllamaReply("served", tokenizer(), 1.0, began=0.0, is_text=True)
+    text_form = ready(OllamaReply("served", began=0.0, is_text=True))
     generated = text_form.whole([answer])
     assert (generated["response"], generated["thinking"]) == ("yes", "so") and "message" not in generated
 
@@ -244,9 +243,9 @@ def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
         (CHAT, {"banana": 1}, "'banana' is not known; allowed: model"),
         (CHAT, {"options": {"banana": 1}}, "options: 'banana' is not known; allowed: temperature"),
         (CHAT, {"options": {"temperature": "hot"}}, "options: temperature is 'hot'"),
-        (CHAT, {"options": {"mirostat": 2}}, "options: mirostat is 2; allowed: 0"),
+        (CHAT, {"options": {"mirostat": 2}}, "mirostat is 2; allowed: 0"),
         (CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "repeat_last_n is 64 beside a pen"),
-        (CHAT, {"options": {"typical_p": 0.5}}, "options: typical_p is 0.5"),
+        (CHAT, {"options": {"typical_p": 0.5}}, "typical_p is 0.5"),
         (CHAT, {"format": "xml"}, "format is 'xml'"),
         (CHAT, {"format": {"type": "banana"}}, "banana"),
         (CHAT, {"think": "hard"}, "think is 'hard'"),

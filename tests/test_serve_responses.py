@@ -160,7 +160,7 @@ def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
         ({"include": ["message.output_text.logprobs"]}, "include[0] is 'message.output_text.logprobs'"),
         ({"tools": [{"type": "function"}]}, "tools[0] is {"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice is {'type': 'allowed_tools'}; all"),
-        ({"text": {"format": {"type": "xml"}}}, "text format is {'type': 'xml'}; allowed:"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format is {'type': 'xml'}; allowed:"),
         ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort is 'enormous'"),
         ({"input": [{"type": "computer"}]}, "input[0].type is 'computer'; allowed: 'message'"),
@@ -267,4 +267,4 @@ def test_errors_of_the_model_name_what_the_client_sent() -> None:
         strict = ask(url, PATH, asked() | {"model": "toy", "text": {"format": form}})
         effort = {"model": "toy", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
         assert ask(url, PATH, asked() | effort).status == 200
-    assert strict.status == 400 and "the text.format cannot be followed strictly" in strict.error
+    assert strict.status == 400 and "text.format cannot be followed strictly" in strict.error

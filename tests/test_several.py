@@ -131,12 +131,12 @@ def test_what_another_reads_is_not_read_twice() -> None:
         scored = [queued(driven, LONG, max_new_tokens=0, prompt_logprobs=True) for _ in range(2)]
         driven.turn()
         driven.turn()
-        assert all(stream._ticket.running for stream in scored)
+        assert all(stream._ticket.answer for stream in scored)
         driven.run()
         held = [queued(driven, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
         driven.turn()
         driven.turn()
-        assert held[1]._ticket.stage is Stage.RUNNING and held[1]._ticket.running is None
+        assert held[1]._ticket.stage is Stage.RUNNING and held[1]._ticket.answer is None
         held[1].cancel()
         driven.turn()
         assert held[1].result.finish_reason == "cancelled"
@@ -196,7 +196,7 @@ def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
                     assert facts(answer.result(60)) == facts(alone(prompt, max_new_tokens=40))
             settle()
             model.forget()
-            assert all(session.length == 0 for session in runner_of(model).seats.sessions)
+            assert all(session.length == 0 for session in runner_of(model)._sessions)
 
 
 def test_an_answer_without_a_limit_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

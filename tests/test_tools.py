@@ -447,13 +447,14 @@ def test_a_tool_whose_schema_cannot_be_followed_is_named() -> None:
         "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}},
         "required": ["a"],
     }
-    assert re.match("the schema of the tool 'odd' cannot be followed: .*'a'", refusal(unfit))
+    assert re.match("tools has 'odd', whose schema cannot be followed: .*'a'", refusal(unfit))
     unique = {"properties": {"a/b": {"type": "array", "uniqueItems": True}}}
     said = refusal(unique, strict=True)
     assert (
-        "tool 'odd' cannot be followed strictly: no grammar holds uniqueItems at #/properties/a~1b;" in said
+        "'odd', whose schema cannot be followed strictly: no grammar holds uniqueItems at #/properties/a~1b;"
+        in said
     )
-    assert "the parameters of the tool 'odd' are no JSON" in refusal({"const": {1, 2}})
+    assert "tools has 'odd', whose parameters are no JSON" in refusal({"const": {1, 2}})
     assert "characters; allowed" in refusal({"description": "x" * 300_000})
 
 

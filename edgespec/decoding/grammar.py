@@ -91,7 +91,8 @@ class JsonSchema(Checked):
             prepared = PreparedSchema({**spacing, **schema}, strict=self.strict)
             return Grammar([{"json_schema": prepared.grammar}], {"": prepared})
         except (ValueError, TypeError, RecursionError) as error:
-            raise RequestError(f"the schema is no JSON object ({error}); give one, or its text") from error
+            problem = f"has a schema that is no JSON object ({error}); give one, or its text"
+            raise RequestError(problem, "response_format") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +386,7 @@ class Grammars:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise RequestError(
-                'response_format needs the package llguidance: pip install "edgespec[structured]"'
+                'needs the package llguidance: pip install "edgespec[structured]"', "response_format"
             ) from error
         from edgespec.decoding.schemas import check_length
 
@@ -410,9 +411,9 @@ class Grammars:
         """Refuse strict schemas that the grammar does not hold whole; log keywords that it lacks, once."""
         for name, schema in schemas.items():
             if schema.strict and schema.unheld:
-                raise RequestError(
-                    f"{_called(name)} cannot be followed strictly: no grammar holds "
-                    f"{', '.join(map(str, schema.unheld))}; leave it out, or strict"
+                rules = ", ".join(map(str, schema.unheld))
+                raise _unheld(
+                    name, f"cannot be followed strictly: no grammar holds {rules}; leave it out, or strict"
                 )
         new = {part.keyword for schema in schemas.values() for part in schema.unheld} - self._logged
         if new:
@@ -448,9 +449,11 @@ class _GrammarTokens:
         return self._tokenizer.encode_bytes(text.encode())
 
 
-def _called(name: str) -> str:
-    """The name of a tool's schema, or of the answer's, in messages."""
-    return f"the schema of the tool {name!r:.80}" if name else "the response_format"
+def _unheld(name: str, problem: str) -> RequestError:
+    """The error of a tool's schema, or of the answer's."""
+    if name:
+        return RequestError(f"has {name!r:.80}, whose schema {problem}", "tools")
+    return RequestError(problem, "response_format")
 
 
 def _verdict(schema: "PreparedSchema") -> tuple[bool, list[str]]:
@@ -467,7 +470,7 @@ def _refused(schemas: Mapping[str, "PreparedSchema"], error: str) -> RequestErro
     for name, schema in schemas.items():
         is_wrong, warnings = _verdict(schema)
         if is_wrong:
-            return RequestError(f"{_called(name)} cannot be followed: {' '.join(warnings)[:1000]}")
+            return _unheld(name, f"cannot be followed: {' '.join(warnings)[:1000]}")
     error = error.removesuffix("<non-verbose/>").strip()
     error = error.replace("NoExtensionBias", "no text of this vocabulary fits it")
-    return RequestError(f"the response_format cannot be followed: {error[:1000]}")
+    return _unheld("", f"cannot be followed: {error[:1000]}")

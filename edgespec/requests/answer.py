@@ -3,13 +3,17 @@
 import json
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from edgespec.decoding.draft import Clock, Remarks, Step
 from edgespec.decoding.grammar import Constraint
 from edgespec.requests.answer_reading import AnswerReader
-from edgespec.requests.request import Prompt, Request, call_reader
+from edgespec.requests.request import Prompt, Request, form_of
 from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
 from edgespec_models.bundles.bundle import Bundle
+
+if TYPE_CHECKING:
+    from edgespec.requests.call_reading import CallReader
 
 TopLogprobs = tuple[tuple[int, float], ...]
 
@@ -17,10 +21,11 @@ TopLogprobs = tuple[tuple[int, float], ...]
 class Answer:
     """Turns rounds into the answer to a request.
 
-    ``tokens`` are the prompt and all committed tokens; the list grows. ``remarks`` go into the statistics.
+    ``remarks`` go into the statistics.
 
     Attributes:
-        started: the time of the request's turn by the clock.
+        tokens: the prompt and all committed tokens. The list grows.
+        started: the time of the request's turn by ``clock``.
         scores: for each token of the prompt that was read, if asked for: its log probability, and the most
             likely tokens there with theirs. The first token has none.
         rounds: the rounds so far.
@@ -34,19 +39,17 @@ class Answer:
         target: Bundle,
         prompt: Prompt,
         request: Request,
-        tokens: list[int],
         constraint: Constraint | None,
-        *,
         remarks: Remarks,
         clock: Clock,
         started: float,
         queued_s: float,
     ) -> None:
-        self._tokens, self._tokenizer, self.started = tokens, target.tokenizer, started
+        self.tokens, self._tokenizer, self.started = prompt.target.copy(), target.tokenizer, started
         self.scores: list[tuple[float | None, TopLogprobs]] = [(None, ())] if request.prompt_logprobs else []
-        self._constraint, self._remarks, self._clock = constraint, remarks, clock
-        self.prompt_tokens, self.cached_tokens = len(tokens), 0
-        self._calls, fill = call_reader(target, request, prompt.target), None
+        self._constraint, self._remarks, self.clock = constraint, remarks, clock
+        self.prompt_tokens, self.cached_tokens = len(self.tokens), 0
+        self._calls, fill = _call_reader(target, request, prompt.target), None
         if prompt.hole is not None:
             from edgespec.requests.fill_reading import FillReader
 
@@ -66,18 +69,18 @@ class Answer:
     def push(self, step: Step, reason: FinishReason | None) -> Record:
         """The record of a round. ``reason`` says why the decoding is complete; None if it is not."""
         if not self.rounds:
-            self._first_at = self._clock()
+            self._first_at = self.clock()
         self.rounds.append(step)
         record = self._reader.push(step.tokens)
         constraint = self._constraint
         if constraint is not None and constraint.broken:
             self.reason = "length"
-        elif self._reader.ended or (constraint is not None and constraint.ends(self._tokens)):
+        elif self._reader.ended or (constraint is not None and constraint.ends(self.tokens)):
             self.reason = "stop"
         else:
             self.reason = reason
         record = self._shown(replace(record, tokens=tuple(map(self._with_again, token_records(step)))))
-        self._decode_s = self._clock() - self._first_at
+        self._decode_s = self.clock() - self._first_at
         return record
 
     def stop(self, reason: FinishReason) -> Record:
@@ -151,8 +154,20 @@ class Answer:
                 stop=self._reader.stop_string,
             )
         if not self._records:
-            scored = zip(self._tokens, self.scores, strict=False)
+            scored = zip(self.tokens, self.scores, strict=False)
             prompt = tuple(TokenRecord(token, "prompt", *score) for token, score in scored)
             record = replace(record, prompt=prompt)
         self._records.append(record)
         return record
+
+
+def _call_reader(bundle: Bundle, request: Request, prompt: list[int]) -> "CallReader | None":
+    """The reader of tool calls in the answer to ``prompt``; None if the prompt shows no tools."""
+    form = form_of(bundle) if request.tools and request.tool_choice != "none" else None
+    if form is None:
+        return None
+    from edgespec.requests.call_reading import CallReader
+
+    functions = [tool["function"] for tool in request.tools]
+    tools = {function["name"]: function.get("parameters") for function in functions}
+    return CallReader(form, tools, prompt, single=request.parallel_tool_calls is False)

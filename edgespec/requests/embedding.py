@@ -122,7 +122,7 @@ class TextsTicket(Ticket, Generic[T]):
         self._rows[-len(self.unread)] = self._of_state(state)
         self.unread.popleft()
 
-    def answer(self, reason: FinishReason) -> T:
+    def outcome(self, reason: FinishReason) -> T:
         """The result. Raises Closed if the model was closed before, and Cancelled if the time was up."""
         if reason == "closed":
             raise Closed("the model is closed; load it again")
@@ -183,7 +183,7 @@ class TextReader:
                 "hf:Qwen/Qwen3-Reranker-0.6B, or export this one again, for the CPU with weights exact"
             )
         if instruction is not None and "{instruction}" not in made.template:
-            raise RequestError("this model reads no instruction; leave it out")
+            raise RequestError("is not read by this model; leave it out", "instruction")
         tokenizer = self._bundle.tokenizer
         marks = tokenizer.marks_in(made.template)
 
@@ -222,7 +222,7 @@ class TextReader:
             raise RequestError(f"{name} returns no hidden states; export it for the CPU with weights exact")
         width = len(self._gain)
         if dimensions is not None and not 1 <= dimensions <= width:
-            raise RequestError(f"dimensions is {dimensions}; allowed: 1 to the model's own, {width}")
+            raise RequestError(f"is {dimensions}; allowed: 1 to the model's own, {width}", "dimensions")
         texts = [texts] if isinstance(texts, str) else texts
         ids = [self._tokens(at, text, instruction, made.end) for at, text in enumerate(texts)]
         dimensions = dimensions or width

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final
 
-from edgespec.requests.request import Hole, Request, begun
+from edgespec.requests.request import Hole, Request, begun, check_for_text
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer
@@ -39,10 +39,9 @@ def fill_tokens(bundle: Bundle, hole: Hole, request: Request, longest: int) -> t
     Raises:
         RequestError: the model has no tokens for fills, or the request has options of chats.
     """
-    if request.tools or request.template_args or request.thinking is not None:
-        raise RequestError("tools, template_args and thinking are for chats; use chat, or leave them out")
+    check_for_text(request)
     if request.special:
-        raise RequestError("special is for text prompts; leave it out")
+        raise RequestError("is for text prompts; leave it out", "special")
     tokenizer, marks = bundle.tokenizer, _marks(bundle)
     if not fills(bundle):
         name = bundle.manifest.name

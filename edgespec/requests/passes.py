@@ -31,7 +31,7 @@ def take_further(sequences: list[Sequence], pricing: Pricing) -> None:
     shares = [share for share in zip(sequences, counts, most, strict=True) if share[2]]
     rows = [sequence.rows(room, count) for sequence, count, room in shares]
     try:
-        predictions, seconds = _pass(rows, sequences[0].clock)
+        predictions, seconds = _pass(rows, sequences[0].answer.clock)
     except BaseException as error:  # noqa: BLE001 - raised where the answers are read
         for sequence, *_ in shares:
             sequence.ticket.finish(error)
@@ -58,7 +58,7 @@ def _draft(sequences: list[Sequence], prices: Prices) -> None:
         asked, wanted = wanted, []
         rows = [part for _, part in asked]
         try:
-            predictions, seconds = _pass(rows, sequences[0].clock)
+            predictions, seconds = _pass(rows, sequences[0].answer.clock)
         except Exception as error:  # noqa: BLE001 - answers go on without drafts
             for sequence, _ in asked:
                 with sequence.ticket.ending_on_error():

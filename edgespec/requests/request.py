@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
 
 from edgespec.decoding.draft import Drafter, Progress
@@ -13,10 +12,10 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle, Sampling
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import (
+    Checked,
     check_fields,
     checked,
     length,
-    lone_surrogate,
     matching,
     one_of,
     shown,
@@ -25,7 +24,6 @@ from edgespec_models.schema import (
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.drafting.prediction import PredictedText
-    from edgespec.requests.call_reading import CallReader
     from edgespec.requests.tool_calls import Form
     from edgespec_models.text.chat_template import ChatTemplate
     from edgespec_models.text.thoughts import Place, Tags
@@ -87,6 +85,7 @@ class RequestOptions(TypedDict, total=False):
     response_format: ResponseFormat | None
 
 
+_Text = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
 _Stop = Annotated[str, matching(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
 
 
@@ -148,7 +147,7 @@ class Request:
     special: bool = False
     speculate: bool = True
     drafter: Drafter | None = None
-    prediction: Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")] = ""
+    prediction: _Text = ""
     prompt_cache: bool = True
     cancelled: Callable[[], bool] = lambda: False
     timeout: Annotated[float, within(above=0)] | None = None
@@ -175,8 +174,8 @@ class Request:
             must_call(self.tools, self.tool_choice)
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
             raise RequestError(
-                f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True or "
-                "prompt_logprobs=True"
+                f"is {self.top_logprobs}; allowed: 0, or more with logprobs=True or prompt_logprobs=True",
+                "top_logprobs",
             )
 
     @classmethod
@@ -184,31 +183,24 @@ class Request:
         """:meth:`of` a stream, which is one answer."""
         request = cls.of(options, advice)
         if request.n > 1:
-            raise RequestError(f"n is {request.n}; allowed: 1 for a stream; use generate or chat")
+            raise RequestError(f"is {request.n}; allowed: 1 for a stream; use generate or chat", "n")
         return request
 
     @property
-    def seeds(self) -> list[int | None]:
-        """The seeds of the answers to decode; greedy answers are equal, so one is decoded.
+    def choices(self) -> "list[Request]":
+        """One request for each answer that is to be decoded; greedy answers are equal, so one is decoded.
 
         Answer i has the seed ``seed + i``, so each can be repeated alone.
         """
-        alike = self.sampler.greedy and self.sampling is None  # advice may be unknown here
-        seed, count = self.sampler.seed, 1 if alike else self.n
-        return [None if seed is None else (seed + i) % 2**64 for i in range(count)]
-
-    @property
-    def choices(self) -> "list[Request]":
-        """One request for each answer that is to be decoded."""
-        if len(self.seeds) == 1:
-            return [self]
-        return [replace(self, n=1, sampler=replace(self.sampler, seed=seed)) for seed in self.seeds]
+        seed, count = self.sampler.seed, 1 if self.sampler.greedy else self.n
+        seeds = [None if seed is None else (seed + i) % 2**64 for i in range(count)]
+        return [replace(self, n=1, sampler=replace(self.sampler, seed=seed)) for seed in seeds]
 
     def check_vocabulary(self, size: int) -> None:
         """Check that the model has the tokens of the request."""
         beyond = max(self.sampler.logit_bias, default=0)
         if beyond >= size:
-            raise RequestError(f"logit_bias is for token {beyond}; allowed: the model's, 0 to {size - 1}")
+            raise RequestError(f"is for token {beyond}; allowed: the model's, 0 to {size - 1}", "logit_bias")
 
     @classmethod
     def of(cls, options: RequestOptions, advice: Sampling | None = None) -> "Request":
@@ -232,8 +224,9 @@ def _by_own_names(options: dict[str, Any]) -> dict[str, Any]:
         limit = options.pop("max_tokens")
         if options.setdefault("max_new_tokens", limit) != limit:
             raise RequestError(
-                f"max_tokens is {shown(limit)} and max_new_tokens {shown(options['max_new_tokens'])}, "
-                "which are two names of the same option; leave out one of them"
+                f"is {shown(limit)} and max_new_tokens {shown(options['max_new_tokens'])}, which are two "
+                "names of the same option; leave out one of them",
+                "max_tokens",
             )
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
@@ -264,23 +257,17 @@ def _default(option: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(Checked):
     """A place in a text: the texts before and behind it, and names and texts of ``extra`` files.
 
     ``held`` are the last bytes of the prefix, which are not read, but written again. ``ends`` end a fill.
     """
 
-    prefix: str
-    suffix: str
-    extra: Sequence[tuple[str, str]] = ()
+    prefix: _Text
+    suffix: _Text
+    extra: Sequence[tuple[_Text, _Text]] = ()
     held: bytes = b""
     ends: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        texts = {"prefix": self.prefix, "suffix": self.suffix, "extra": "".join(chain(*self.extra))}
-        for name, text in texts.items():
-            if wrong := lone_surrogate(text):
-                raise RequestError(f"{name}{wrong}")
 
     @property
     def line(self) -> str:
@@ -302,14 +289,8 @@ def text_prompt(prompt: Annotated[str | Sequence[int], length(1)]) -> PromptInpu
 def chat_prompt(messages: Messages) -> PromptInput:
     """A conversation to answer; RequestError for a prompt to continue."""
     if isinstance(messages, str) or ids_of(messages) is not None:
-        raise RequestError(f"messages is {shown(messages)}; allowed: a list of messages, or use generate")
+        raise RequestError(f"is {shown(messages)}; allowed: a list of messages, or use generate", "messages")
     return messages
-
-
-@checked
-def fill_prompt(prefix: str, suffix: str, extra: Sequence[tuple[str, str]]) -> Hole:
-    """A place in a text to fill; RequestError unless it consists of texts."""
-    return Hole(prefix, suffix, extra)
 
 
 class Prompt(NamedTuple):
@@ -338,26 +319,33 @@ def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list
             arguments for a text, which is in no template.
     """
     if request.max_lines is not None:
-        raise RequestError("max_lines is for fills; use fill, or leave it out")
+        raise RequestError("is for fills; use fill, or leave it out", "max_lines")
     ids = ids_of(prompt)
     if request.special and not isinstance(prompt, str):
-        raise RequestError("special is for text prompts; leave it out")
+        raise RequestError("is for text prompts; leave it out", "special")
     if isinstance(prompt, str) or ids is not None:
-        if request.tools or request.template_args or request.thinking is not None:
-            raise RequestError(
-                "tools, template_args and thinking are for conversations, and the prompt is a text; use "
-                "chat, or leave them out"
-            )
+        check_for_text(request)
         ids = encode_text(bundle, str(prompt), special=request.special) if ids is None else ids
         most = bundle.tokenizer.vocab_size - 1
         if not all(type(id_) is int and 0 <= id_ <= most for id_ in ids):
-            raise RequestError(f"prompt is {shown(prompt)}; allowed: a text, or the model's ids, 0 to {most}")
+            raise RequestError(
+                f"is {shown(prompt)}; allowed: a text, or the model's ids, 0 to {most}", "prompt"
+            )
     else:
         _check_thinking(bundle, request)
         ids = encode_chat(bundle, cast(Messages, prompt), _arguments(bundle, request))
     if not ids:
-        raise RequestError("the prompt is empty; give at least one character")
+        raise RequestError("is empty; give at least one character", "prompt")
     return ids
+
+
+def check_for_text(request: Request) -> None:
+    """Raise RequestError for an option that only conversations have."""
+    for name in ("tools", "template_args", "thinking"):
+        if getattr(request, name) not in ((), {}, None):
+            raise RequestError(
+                "is for conversations, and the prompt is a text; use chat, or leave it out", name
+            )
 
 
 def drafter_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:
@@ -402,13 +390,15 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     arguments = arguments or {}
     if "tools" in arguments and "tools" not in template.arguments:
         raise RequestError(
-            f"the chat template of {bundle.manifest.name} shows no tools; use another model, or no tools"
+            f"cannot be shown: {bundle.manifest.name} does not support tools; use another model, or none",
+            "tools",
         )
-    if "tools" in arguments and _form(bundle) is None:
+    if "tools" in arguments and form_of(bundle) is None:
         raise RequestError(
-            f"the chat template of {bundle.manifest.name} has a form of tool calls that edgespec does "
+            f"cannot be called: the chat template of {bundle.manifest.name} has a form that edgespec does "
             "not read; describe the tools in a system message and read the answer's text, or use "
-            "another model"
+            "another model",
+            "tools",
         )
     return _chat(bundle, template, messages, arguments)
 
@@ -430,7 +420,7 @@ def message_starts(tokens: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
 def calls_tools(bundle: Bundle) -> bool:
     """Whether the prompt shows tools to the model, and calls are read from its answer."""
     template = bundle.chat_template
-    return template is not None and "tools" in template.arguments and _form(bundle) is not None
+    return template is not None and "tools" in template.arguments and form_of(bundle) is not None
 
 
 def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "Place | None":
@@ -443,18 +433,6 @@ def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> 
     return place_behind(tokens, tags, bundle.tokenizer)
 
 
-def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":
-    """The reader of tool calls in the answer to ``prompt``; None if the prompt shows no tools."""
-    form = _form(bundle) if request.tools and request.tool_choice != "none" else None
-    if form is None:
-        return None
-    from edgespec.requests.call_reading import CallReader
-
-    functions = [tool["function"] for tool in request.tools]
-    tools = {function["name"]: function.get("parameters") for function in functions}
-    return CallReader(form, tools, prompt, single=request.parallel_tool_calls is False)
-
-
 def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
     """The form of an answer to a conversation, or None: a required call, its format, or either.
 
@@ -463,7 +441,7 @@ def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
     tools = request.tools if request.tool_choice != "none" else ()
     if request.response_format is None and (not tools or request.tool_choice == "auto"):
         return None
-    form = _form(bundle)
+    form = form_of(bundle)
     if form is None or not (tools or form.text):
         return request.response_format
     from edgespec.requests.tool_calls import Calls, must_call
@@ -477,10 +455,10 @@ def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
 def begun_form(bundle: Bundle, request: Request) -> "Form | None":
     """The form of calls that the answer may contain without having to; None for other answers."""
     free = request.tools and request.tool_choice == "auto" and request.response_format is None
-    return _form(bundle) if free else None
+    return form_of(bundle) if free else None
 
 
-def _form(bundle: Bundle) -> "Form | None":
+def form_of(bundle: Bundle) -> "Form | None":
     """The model's form of calls; None if it is unknown."""
     from edgespec.requests.tool_calls import format_of
 
@@ -526,12 +504,16 @@ def _check_thinking(bundle: Bundle, request: Request) -> None:
     if request.thinking is None or (tags := thoughts_tags(bundle)) is None:
         if request.thinking:
             raise RequestError(
-                f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"
+                f"is {shown(request.thinking)}, and {bundle.manifest.name} does not support thinking; leave "
+                "it out",
+                "thinking",
             )
         return
     for name, value in tags.variables(request.thinking).items():
         stated = request.template_args.get(name, value)
         if (bool(stated) if name == tags.switch else stated) != value:
             raise RequestError(
-                f"thinking is {request.thinking}, template_args say {name}={shown(stated)}; give one of them"
+                f"has {name}={shown(stated)}, which contradicts the wish to think "
+                f"({shown(request.thinking)}); give one of them",
+                "template_args",
             )

@@ -3,7 +3,7 @@
 import json
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -33,14 +33,14 @@ from edgespec.requests.request import (
     message_starts,
     prompt_tokens,
 )
-from edgespec.requests.seats import Seat, Seats
-from edgespec.requests.sequence import Sequence
+from edgespec.requests.sequence import Seat, Sequence
 from edgespec.requests.ticket import Ticket
 from edgespec_models.errors import DoesNotFit, RequestError, too_long
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.memory import machine_memory
+from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.custom import Custom
@@ -83,7 +83,6 @@ class Runner:
         self.caches = KvStore(options.cache_bytes, None if limit == 0 else BlockFiles(prompts_dir(), limit))
         self.write_behind = self.caches.write_behind
         self.history: HistoryUse | None = None
-        self._texts: TextReader | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
             from edgespec.drafting import side
@@ -91,17 +90,11 @@ class Runner:
             self.side = side.DrafterSide(
                 self.target, loaded.drafter, same_vocabulary=loaded.same_vocabulary, caches=self.caches
             )
-        self.seats = Seats(
-            self.session,
-            None if self.side is None else self.side.session,
-            self.caches,
-            1 if self.own is not None else options.parallel,
-        )
+        self.at_once = 1 if self.own is not None or not self.session.model.takes_several else options.parallel
+        self.seats = [Seat(self.session, None if self.side is None else self.side.session, self.caches)]
+        self.readers, self._where = list[Session](), self._placements()
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
-        sessions = self.session, None if self.side is None else self.side.session
-        self._reopens = any(session is not None and session.model.compiled for session in sessions)
-        self._where = self._placements()
         self._is_closed = False
 
     def constraint(self, request: Request, *, is_chat: bool = True) -> Constraint | None:
@@ -150,8 +143,10 @@ class Runner:
         None if there is no memory for it beside running requests. An answer that would not fit the context is
         shortened.
         """
-        prompt, request, constraint = ticket.prompt, ticket.request, ticket.constraint
+        prompt, constraint = ticket.prompt, ticket.constraint
         started, queued_s, count = self._clock(), ticket.queued_s, len(prompt.target)
+        new = min(ticket.request.max_new_tokens, self.session.model.longest - count)
+        request = ticket.request = replace(ticket.request, max_new_tokens=new)
         if prompt.place is not None:
             from edgespec.decoding.thinking import with_thoughts
 
@@ -159,13 +154,15 @@ class Runner:
             place, tokenizer = prompt.place, self.target.tokenizer
             constraint = with_thoughts(place, tokenizer, eos, request.thinking, constraint)
         constraint = self._with_calls(request, constraint)
-        new = min(request.max_new_tokens, self.session.model.longest - count)
-        request = replace(request, max_new_tokens=new)
         room = count + min(new, USUAL_TOKENS)  # more comes when passes need it
-        if self.seats.any_taken and not self._has_room(room):
+        if any(seat.taken for seat in self.seats) and not self._has_room(room):
             return None
-        starts = message_starts(prompt.target, self.target.tokenizer)
-        seat, checkpoints = self.seats.take(prompt.target, starts, on_disk=request.prompt_cache)
+        seat, starts = self._seat(prompt.target), message_starts(prompt.target, self.target.tokenizer)
+        others = [other.target for other in self.seats if other.taken]
+        checkpoints = self.caches.fetch(
+            seat.target, prompt.target, others, starts, on_disk=request.prompt_cache
+        )
+        seat.taken = True
         with ExitStack() as undoing:
             undoing.callback(seat.free)
             seat.target.reserve(room)
@@ -173,32 +170,11 @@ class Runner:
                 seat.target.rewind(0)  # a cached token has no log probability
             policy = self._policy(prompt, request, constraint, seat, prices)
             undoing.callback(policy.close)
-            tokens = prompt.target.copy()
-            answer = Answer(
-                self.target,
-                prompt,
-                request,
-                tokens,
-                constraint,
-                remarks=policy.remarks,
-                clock=self._clock,
-                started=started,
-                queued_s=queued_s,
-            )
+            remarks, clock, most = policy.remarks, self._clock, self.options.max_draft
+            answer = Answer(self.target, prompt, request, constraint, remarks, clock, started, queued_s)
+            verifier, ends = self._verifier(prompt, request, constraint), self._ends(prompt, request)
             sequence = Sequence(
-                ticket,
-                seat,
-                policy,
-                self._verifier(prompt, request, constraint),
-                answer,
-                tokens,
-                max_new_tokens=new,
-                max_draft=self.options.max_draft,
-                stop=self._ends(prompt, request),
-                top_logprobs=request.top_logprobs if request.logprobs else None,
-                prompt_logprobs=request.top_logprobs if request.prompt_logprobs else None,
-                checkpoints=checkpoints,
-                clock=self._clock,
+                ticket, seat, policy, verifier, answer, max_draft=most, stop=ends, checkpoints=checkpoints
             )
             undoing.pop_all()  # it closes them at its end
         return sequence
@@ -242,11 +218,9 @@ class Runner:
         """Whether there is enough memory for another KV cache of this many tokens."""
         return self.target.manifest.kept_bytes(tokens) <= machine_memory().available // _SHARE
 
-    @property
+    @cached_property
     def text_reader(self) -> "TextReader":
         """The reader of texts that become vectors or get scores. RequestError beside a head."""
-        if self._texts is not None:
-            return self._texts
         if self.side is not None and self.side.bundle.config.is_head:
             raise RequestError(
                 "this target has a head as drafter and makes no vectors or scores of texts; load it without "
@@ -254,12 +228,11 @@ class Runner:
             )
         from edgespec.requests.embedding import TextReader
 
-        self._texts = TextReader(self.target, self.session.model, self.seats.readers)
-        return self._texts
+        return TextReader(self.target, self.session.model, self.readers)
 
     def texts(self, tickets: list[Ticket]) -> "list[TextsTicket[Any]]":
         """Those of the tickets whose texts become vectors or scores."""
-        return [] if self._texts is None else self._texts.own(tickets)
+        return self.text_reader.own(tickets) if "text_reader" in vars(self) else []
 
     def read_texts(self, texts: "list[TextsTicket[Any]]", beside: int) -> None:
         """Read texts that become vectors or scores, in a pass of their own.
@@ -285,7 +258,7 @@ class Runner:
         """Delete earlier requests from KV caches, and the texts of these models from disk."""
         if not on_disk:
             self.caches.write_behind()
-        for session in self.seats.sessions:
+        for session in self._sessions:
             session.rewind(0)
             self.caches.forget(session, on_disk=on_disk)
         if on_disk and self.side is not None:
@@ -293,10 +266,9 @@ class Runner:
 
     def trim(self) -> int:
         """Free unused KV caches, and caches of texts that become vectors, and return their bytes."""
-        idle = [seat for seat in self.seats.all if not seat.taken]
-        sessions = [session for seat in idle for session in (seat.target, seat.drafter) if session]
-        freed = self.caches.trim([seat.target for seat in self.seats.all if seat.taken])
-        return freed + sum(session.release() for session in (*sessions, *self.seats.readers))
+        taken = [session for seat in self.seats if seat.taken for session in (seat.target, seat.drafter)]
+        freed = self.caches.trim([seat.target for seat in self.seats if seat.taken])
+        return freed + sum(session.release() for session in self._sessions if session not in taken)
 
     def close(self) -> None:
         """Store what was learned, free both models, for good."""
@@ -311,9 +283,26 @@ class Runner:
             if self.history is not None:
                 self.history.close()
         finally:  # a second Ctrl-C, perhaps
-            for session in reversed(self.seats.sessions):
+            for session in reversed(self._sessions):
                 self.caches.forget(session)
                 session.close()
+
+    @property
+    def _sessions(self) -> list[Session]:
+        """The sessions of all seats, and readers."""
+        drafters = [seat.drafter for seat in self.seats if seat.drafter is not None]
+        return [*(seat.target for seat in self.seats), *drafters, *self.readers]
+
+    def _seat(self, tokens: list[int]) -> Seat:
+        """A free seat, whose target holds the longest known beginning of ``tokens``."""
+        free = [seat for seat in self.seats if not seat.taken]
+        if not free:
+            target, drafter = self.session.model, self.seats[0].drafter
+            several = drafter is not None and drafter.model.takes_several
+            second = drafter.model.session() if drafter is not None and several else None
+            free = [Seat(target.session(), second, self.caches)]
+            self.seats += free
+        return max(free, key=lambda seat: seat.target.shared_prefix(tokens))
 
     def _placements(self) -> str:
         drafter = self.loaded.drafter
@@ -334,8 +323,8 @@ class Runner:
         self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat, prices: Prices
     ) -> Policy:
         """The drafting policy of a request."""
-        if self._reopens:
-            self._where = self._placements()
+        if any(session.model.compiled for session in (seat.target, seat.drafter) if session is not None):
+            self._where = self._placements()  # a bucket may have been opened
         remarks = Remarks(placement=self._where)
         remarks.prompt_cache_problem = self.caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
@@ -378,13 +367,14 @@ class Runner:
         if self.side is None or own is not None or seat.drafter is None or is_short:
             return own
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
+        others = [other.drafter for other in self.seats if other.taken and other is not seat]
         try:
             if isinstance(prompt.drafter, Exception):
                 raise prompt.drafter
             return self.side.begin(
                 prompt.target,
                 prompt.drafter,
-                (seat.drafter, self.seats.drafters(seat)),
+                (seat.drafter, [other for other in others if other is not None]),
                 target=seat.target,
                 max_new_tokens=request.max_new_tokens,
                 max_draft=self.options.max_draft,

@@ -54,8 +54,7 @@ class Scheduler:
         self._most_waiting, self._runner, self.at_once = most_waiting, runner, at_once
         self._changed = Condition()
         self._numbers, self.waiting = count(), deque[Ticket]()
-        self.running: list[Ticket] = []
-        self.sequences: dict[Ticket, Sequence] = {}  # of those that have begun
+        self.running: dict[Ticket, Sequence | None] = {}  # the sequences of those that have begun
         self._state, self._pause = _State.IDLE, _Pause.NOBODY
         self.thread: Thread | None = None
         self._process = os.getpid()
@@ -216,7 +215,7 @@ class Scheduler:
             if ticket.stage is not Stage.RUNNING:  # it waits again
                 continue
             with ticket.ending_on_error():
-                reason, sequence = ticket.reason_to_end(), self.sequences.get(ticket)
+                reason, sequence = ticket.reason_to_end(), self.running[ticket]
                 if reason is None:
                     if sequence is None:
                         self._begin(ticket, tickets)
@@ -234,12 +233,13 @@ class Scheduler:
         prices = self._runner.pricing.at(Load(len(tickets), context(sequences)))
         sequence = self._runner.begin(ticket, prices)
         if sequence is not None:
-            self.sequences[ticket] = sequence
+            self.running[ticket] = sequence
             sequence.begin()
             return
-        late = [other for other in tickets[tickets.index(ticket) :] if other not in self.sequences]
+        late = [other for other in tickets[tickets.index(ticket) :] if self.running[other] is None]
         with self._changed:  # nobody overtakes it
-            self.running = [other for other in self.running if other not in late]
+            for other in late:
+                del self.running[other]
             self.waiting = deque(sorted([*late, *self.waiting], key=lambda waiting: waiting.number))
             self.lacks_room = ticket
             for other in late:
@@ -292,16 +292,14 @@ class Scheduler:
 
     def _retire(self) -> None:
         """Forget the running requests that have ended, whose room others may take."""
-        running = [ticket for ticket in self.running if ticket.result is None]
-        if len(running) < len(self.running):
+        for ticket in [ticket for ticket in self.running if ticket.result is not None]:
+            del self.running[ticket]
             self.lacks_room = None
-        self.running = running
-        self.sequences = {ticket: self.sequences[ticket] for ticket in running if ticket in self.sequences}
 
     def _live(self, tickets: list[Ticket]) -> list[Sequence]:
         """Those of the requests that have begun and not ended."""
-        live = (ticket for ticket in tickets if ticket.result is None)
-        return [self.sequences[ticket] for ticket in live if ticket in self.sequences]
+        sequences = (self.running.get(ticket) for ticket in tickets if ticket.result is None)
+        return [sequence for sequence in sequences if sequence is not None]
 
     def _admit(self) -> list[Ticket]:
         """The requests of the next pass. An empty list ends the thread."""
@@ -319,7 +317,7 @@ class Scheduler:
             self._sweep()
             while ticket := next(filter(self._may_begin, self.waiting), None):
                 self.waiting.remove(ticket)
-                self.running.append(ticket)
+                self.running[ticket] = None
                 ticket.stage = Stage.RUNNING
             if not self.running:
                 self.thread = None

@@ -1,23 +1,40 @@
 """The one decoding loop: propose, predict, verify, commit, observe; plain decoding has no drafts."""
 
 from collections import abc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Progress, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Progress, Step
 from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
 from edgespec.requests.answer import Answer, TopLogprobs
-from edgespec.requests.results import FinishReason, Generation, Record
-from edgespec.requests.seats import Seat
+from edgespec.requests.results import FinishReason, Record
 from edgespec.requests.ticket import Ticket
 from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Floats, Predictions, joined
-from edgespec_runtimes.session import Rows
+from edgespec_runtimes.session import Rows, Session
 
 _FEW = 32  # a pass over at most so many tokens of a prompt also verifies a draft
 _SCORED = 32  # tokens of a prompt in a pass that scores them: rows of logits are long
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A request's sessions; ``drafter`` is None without a drafter, or if it reads one text at a time.
+
+    ``caches`` keep texts that sessions drop.
+    """
+
+    target: Session
+    drafter: Session | None
+    caches: KvStore
+    taken: bool = False
+
+    def free(self) -> None:
+        """Release the seat for another request."""
+        self.taken = False
 
 
 class Sequence:
@@ -30,19 +47,11 @@ class Sequence:
 
     Args:
         ticket: gets the records and the result.
-        seat: the sessions. Tokens of the prompt in the target's cache are not read again.
-        policy: drafts, and observes every round.
-        verify: decides which proposals are kept.
-        answer: makes the text.
-        tokens: the prompt, at least one token. The list grows.
-        max_new_tokens: the most tokens that are committed.
-        max_draft: the most tokens of a draft.
+        seat: the sessions. Tokens of the prompt in the target's cache are not read again; there must be none
+            for ``prompt_logprobs``.
+        answer: has the tokens, at first of the prompt, at least one.
         stop: tokens that end the generation. They are committed.
-        top_logprobs: the number of most likely tokens whose log probabilities are in the steps, besides the
-            committed token's. None gives no log probabilities.
-        prompt_logprobs: the same for the prompt. The cache must hold none of its tokens.
         checkpoints: lengths of the prompt behind which a pass ends, and the target's states are kept.
-        clock: times the rounds.
 
     Attributes:
         session: the target's session.
@@ -57,24 +66,19 @@ class Sequence:
         policy: Policy,
         verify: Verifier,
         answer: Answer,
-        tokens: list[int],
         *,
-        max_new_tokens: int,
         max_draft: int,
         stop: abc.Collection[int] = (),
-        top_logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
         checkpoints: abc.Sequence[int] = (),
-        clock: Clock,
     ) -> None:
+        request, tokens = ticket.request, answer.tokens
         self.ticket, self.answer, self.tokens, self.draft = ticket, answer, tokens, NO_DRAFT
-        self.reason: FinishReason | None = "length" if max_new_tokens < 1 else None
-        self._seat, self._policy, self._verify, self.clock = seat, policy, verify, clock
+        self.reason: FinishReason | None = "length" if request.max_new_tokens < 1 else None
+        self._seat, self._policy, self._verify = seat, policy, verify
         self.session = session = seat.target
-        self._end, undone = len(tokens) + max_new_tokens, session.model.places.undone
+        self._end, undone = len(tokens) + request.max_new_tokens, session.model.places.undone
         self._max_draft = max_draft if undone is None else min(max_draft, undone)
-        self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
-        self._prompt_logprobs, self._checkpoints = prompt_logprobs, checkpoints
+        self._stop, self._checkpoints, self._drafter_s = stop, checkpoints, 0.0
         self._features: Floats | None = None  # features of the end of the prompt
         self._read = 0  # rows of this round's pass
         held = answer.cached_tokens = session.rewind(session.shared_prefix(tokens[:-1]))
@@ -84,7 +88,7 @@ class Sequence:
 
     def begin(self) -> None:
         """Tell the readers that the request runs."""
-        self.ticket.running = self
+        self.ticket.answer, self.ticket.close = self.answer, self.close
         if self._progress is not None:
             self.ticket.put(Record("", (), progress=self._progress))
 
@@ -108,15 +112,15 @@ class Sequence:
         limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         if limit < 1 or self.unread > _FEW or self._scores:
             return None
-        began = self.clock()
+        began = self.answer.clock()
         wanted = self._policy.begin(self.tokens, limit, prices)
-        return self._spend(wanted, self.clock() - began)
+        return self._spend(wanted, self.answer.clock() - began)
 
     def take_drafter(self, predictions: Predictions, passed: Passed) -> Rows | None:
         """Go on drafting with the predictions for the drafter's rows; returns the next ones, or None."""
-        began = self.clock()
+        began = self.answer.clock()
         wanted = self._policy.take(predictions, passed)
-        return self._spend(wanted, self.clock() - began + passed.share_s)
+        return self._spend(wanted, self.answer.clock() - began + passed.share_s)
 
     def fail_drafter(self, error: Exception) -> Rows | None:
         """Go on without the pass over the drafter's rows, which failed."""
@@ -134,7 +138,7 @@ class Sequence:
     @property
     def _scores(self) -> bool:
         """Whether this round scores tokens of the prompt."""
-        return self._prompt_logprobs is not None and self.unread > 0
+        return self.ticket.request.prompt_logprobs and self.unread > 0
 
     def rows(self, most: int, drafted: int) -> Rows:
         """The rows that the target reads in this round: at most ``most`` tokens of a prompt, or the draft.
@@ -162,11 +166,11 @@ class Sequence:
         The time of the pass over a prompt's end does not count as decoding.
         """
         features = self._features = joined(self._features, predictions.hidden)
-        if self._prompt_logprobs is not None:
-            predictions = self._scored(predictions, self._prompt_logprobs)
+        if self.ticket.request.prompt_logprobs:
+            predictions = self._scored(predictions)
         if self.session.length < len(self.tokens) or self.reason is not None:
             return None
-        began, draft, self._features = self.clock(), self.draft, None
+        began, draft, self._features = self.answer.clock(), self.draft, None
         try:
             accepted, token = self._verify(predictions, draft, self.tokens)
         except EdgespecError as error:
@@ -174,29 +178,36 @@ class Sequence:
                 self.session.rewind(0)
             raise
         new, is_stopped = _until_stop((*draft.tokens[:accepted], token), self._stop)
-        top = self._top_logprobs
-        logprobs = ((), ()) if top is None else _log_probabilities(predictions, new, top)
+        scores = ((), ()) if not self.ticket.request.logprobs else self._log_probabilities(predictions, new)
         self.tokens += new
         self.session.keep(self._read - len(draft.tokens) + len(new) - 1)
         if is_stopped or len(self.tokens) >= self._end:
             self.reason = "stop" if is_stopped else "length"
-        seconds = self._drafter_s + passed.share_s + self.clock() - began
+        seconds = self._drafter_s + passed.share_s + self.answer.clock() - began
         times = self._drafter_s, passed.share_s, seconds
-        step = Step(new, draft, min(accepted, len(new)), *times, *logprobs, passed)
+        step = Step(new, draft, min(accepted, len(new)), *times, *scores, passed)
         if features is not None:  # only the policy keeps features
             features = features[: len(features) - len(draft.tokens) + accepted]
         self._policy.observe(step if features is None else replace(step, features=features))
         return step
 
-    def _scored(self, predictions: Predictions, top: int) -> Predictions:
+    def _scored(self, predictions: Predictions) -> Predictions:
         """Score the prompt's next tokens, and return the rows that did not score any."""
         length = self.session.length
         scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
         if not scored:
             return predictions
         first = length - len(scored) + 1  # scored again, if the cache was emptied for want of memory
-        self.answer.scores[first:] = zip(*_log_probabilities(predictions, scored, top), strict=True)
+        self.answer.scores[first:] = zip(*self._log_probabilities(predictions, scored), strict=True)
         return Predictions(predictions.logits[len(scored) :])
+
+    def _log_probabilities(
+        self, predictions: Predictions, tokens: abc.Sequence[int]
+    ) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
+        """Log probabilities of every token that follows, and the most likely ones at its place."""
+        rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
+        own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+        return own, tuple(most_likely(row, self.ticket.request.top_logprobs) for row in rows)
 
     @property
     def is_live(self) -> bool:
@@ -207,7 +218,7 @@ class Sequence:
         """Put the records of a pass onto the ticket, and end the request if it is complete."""
         step, session = self.take(predictions, passed), self.session
         if self._progress is not None:
-            seconds = self.clock() - self.answer.started
+            seconds = self.answer.clock() - self.answer.started
             self._progress = replace(self._progress, read=session.length, seconds=seconds)
             self.ticket.put(Record("", (), progress=self._progress))
         is_over = self.reason is not None and self.unread <= 0
@@ -226,16 +237,6 @@ class Sequence:
         self.ticket.put(self.answer.stop(reason))
         self.ticket.finish()
 
-    @property
-    def result(self) -> Generation:
-        """The result so far."""
-        return self.answer.result
-
-    @property
-    def prompt(self) -> tuple[int, int]:
-        """The tokens of the prompt, and how many of them the KV cache held at the request's turn."""
-        return self.answer.prompt_tokens, self.answer.cached_tokens
-
     def close(self) -> None:
         """Close the sources and free the seat, once, however the request ended."""
         try:
@@ -250,12 +251,3 @@ def _until_stop(tokens: tuple[int, ...], stop: abc.Collection[int]) -> tuple[tup
         if token in stop:
             return tokens[: index + 1], True
     return tokens, False
-
-
-def _log_probabilities(
-    predictions: Predictions, tokens: abc.Sequence[int], top: int
-) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
-    """Log probabilities of every token that follows, and the ``top`` most likely ones at its place."""
-    rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
-    own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
-    return own, tuple(most_likely(row, top) for row in rows)

@@ -1,12 +1,14 @@
 """Streams of answers, for threads and tasks, and several answers to one prompt."""
 
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, closing
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 from weakref import finalize
 
-from edgespec.requests.results import Generation, Record, choice_id
+from edgespec.requests.results import Generation, Record, choice_id, nothing
 from edgespec.requests.scheduler import Scheduler
 from edgespec.requests.ticket import LOOK_S, InProcess, Stage, Ticket
 from edgespec_models.errors import Busy, RequestError
@@ -114,8 +116,8 @@ class Stream(
     @property
     def prompt(self) -> tuple[int, int]:
         """The prompt's number of tokens, and how many a cache held. Both are 0 until the request runs."""
-        running = self._ticket.running
-        return (0, 0) if running is None else running.prompt
+        answer = self._ticket.answer
+        return (0, 0) if answer is None else (answer.prompt_tokens, answer.cached_tokens)
 
     @property
     def result(self) -> Generation:
@@ -190,60 +192,89 @@ class Records:
             yield record
 
 
-def answers(streams: Sequence[Stream], count: int) -> Generation:
-    """The first of ``count`` answers to one prompt, with all of them as its choices.
+class Answers:
+    """Answers to several prompts, with one of ``streams`` for each that is decoded, in a row for each prompt.
 
-    If one ends early, no further one is begun.
+    Each prompt has ``n`` answers; a single stream stands for all of them, because they are equal. As many
+    run as the model answers at once. The others wait here, and not in the queue, which may be full.
     """
-    results = list[Generation]()
-    with _in_turn(streams) as turns:
-        for stream in turns:
-            results.append(stream.run())
-            if results[-1].finish_reason in _ENDED_EARLY:
+
+    def __init__(self, streams: Sequence[Sequence[Stream]], n: int) -> None:
+        self._rows, self.n = streams, n
+        self.streams = [*chain.from_iterable(streams)]
+        self._waiting, self._running = deque(self.streams), list[Stream]()
+        self._count = len(self.streams)
+
+    def start(self) -> list[Stream]:
+        """Start the next answers if there is room for them, and return their streams.
+
+        Raises:
+            Busy: other requests fill the queue, and none of these runs.
+            Closed: the model is closed.
+        """
+        self._running = [stream for stream in self._running if not stream.ended]
+        started = list[Stream]()
+        while self._waiting and len(self._running) < self._waiting[0].at_once:
+            try:
+                self._waiting[0].start()
+            except Busy:
+                if not self._running:
+                    raise
                 break
-    return together(results, count)
+            started.append(self._waiting.popleft())
+            self._running.append(started[-1])
+        return started
 
+    def run(self) -> list[Generation]:
+        """Generate to the end; see :attr:`results`."""
+        with closing(self):
+            for stream in self._in_turn():
+                stream.run()
+        return self.results
 
-async def answers_async(streams: Sequence[Stream], count: int) -> Generation:
-    """:func:`answers` in an event loop."""
-    return together(await results_async(streams), count)
+    async def run_async(self) -> list[Generation]:
+        """Generate to the end in an event loop; see :attr:`results`."""
+        with closing(self):
+            for stream in self._in_turn():
+                await stream.run_async()
+        return self.results
 
-
-async def results_async(streams: Sequence[Stream]) -> list[Generation]:
-    """The results of ``streams``, as many at once as the model answers, up to the first that ends early."""
-    results = list[Generation]()
-    with _in_turn(streams) as turns:
-        for stream in turns:
-            results.append(await stream.run_async())
-            if results[-1].finish_reason in _ENDED_EARLY:
-                break
-    return results
-
-
-@contextmanager
-def _in_turn(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
-    """Yield each stream in turn, while as many run as the model answers at once; at last cancel them."""
-
-    def started() -> Iterator[Stream]:
-        for at, stream in enumerate(streams):
-            stream.start()
-            with suppress(Busy):  # then the others wait here
-                for other in streams[at + 1 : at + stream.at_once]:
-                    other.start()
-            yield stream
-
-    try:
-        yield started()
-    finally:
-        for stream in streams:
+    def close(self) -> None:
+        """End those that have not ended."""
+        for stream in self.streams:
             stream.cancel()
 
+    @property
+    def results(self) -> list[Generation]:
+        """For each prompt the first answer, with all of them as its choices.
 
-def together(results: Sequence[Generation], count: int) -> Generation:
-    """The first of the answers to one prompt, with all of them as its choices.
+        :meth:`run` leaves out those behind one that ended early.
+        """
+        answers, results = [stream.result for stream in self.streams[: self._count]], list[Generation]()
+        missing = [nothing(answers[-1].finish_reason)]
+        for row in self._rows:
+            results.append(_together(answers[: len(row)] or missing, self.n))
+            answers = answers[len(row) :]
+        return results
 
-    A single complete answer stands for all ``count``, because they are equal.
-    """
+    def indices(self, stream: Stream) -> range:
+        """The places of a stream's answer among the choices of all prompts."""
+        same = len(self._rows) * self.n // len(self.streams)
+        at = self.streams.index(stream) * same
+        return range(at, at + same)
+
+    def _in_turn(self) -> Iterator[Stream]:
+        """Each stream, started. None begins behind one that ended early."""
+        for count, stream in enumerate(self.streams, 1):
+            self.start()
+            yield stream
+            if stream.result.finish_reason in _ENDED_EARLY:
+                self._count = count
+                return
+
+
+def _together(results: Sequence[Generation], count: int) -> Generation:
+    """The first of the answers to one prompt, with all of them as its choices."""
     first, *others = results
     if not others and first.finish_reason not in _ENDED_EARLY:
         others = [first] * (count - 1)

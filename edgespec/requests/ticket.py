@@ -7,9 +7,10 @@ from enum import Enum
 from functools import cached_property
 from threading import Condition
 from time import monotonic
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from edgespec.decoding.grammar import Constraint
+from edgespec.requests.answer import Answer
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.results import FinishReason, Generation, Record, nothing
 
@@ -36,21 +37,6 @@ class InProcess:
         )
 
 
-class Running(Protocol):
-    """The part of a running request that the model's thread alone uses."""
-
-    @property
-    def result(self) -> Generation:
-        """The result so far."""
-
-    @property
-    def prompt(self) -> tuple[int, int]:
-        """The tokens of the prompt, and how many of them the KV cache held at the request's turn."""
-
-    def close(self) -> None:
-        """Free what the request runs on, once."""
-
-
 class Ticket:
     """A request from its queueing to its end: the model's thread puts records in, and the reader takes them.
 
@@ -58,8 +44,8 @@ class Ticket:
     request's tokens, so a slow reader does not hold up the model.
 
     ``prompt`` makes the prompt when it is first needed. ``ended`` is called with the result before any reader
-    gets it. Requests of one ``conversation`` run one after the other. ``running`` is there once it runs.
-    ``interruption`` is the reason to end it early.
+    gets it. Requests of one ``conversation`` run one after the other. ``answer`` is there once it runs, and
+    ``close`` frees what it runs on, once. ``interruption`` is the reason to end it early.
     """
 
     def __init__(
@@ -74,7 +60,8 @@ class Ticket:
         self.request, self.constraint = request, constraint
         self._read, self._ended, self._conversation = prompt, ended, conversation
         self.stage = Stage.NEW
-        self.running: Running | None = None
+        self.answer: Answer | None = None
+        self.close: Callable[[], None] = lambda: None
         self.interruption: FinishReason | None = None
         self.result: Generation | None = None
         self._error: BaseException | None = None
@@ -151,11 +138,11 @@ class Ticket:
         """Free what the request runs on, and end it as far as it came. Readers get the first error."""
         result = nothing("error")
         try:
-            if self.running is not None:
-                try:
-                    self.running.close()
-                finally:
-                    result = self.running.result
+            try:
+                self.close()
+            finally:
+                if self.answer is not None:
+                    result = self.answer.result
         except BaseException as failure:  # noqa: BLE001 - raised where the answer is read
             error = error or failure
         self.end(result, error)

@@ -46,8 +46,9 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type", "function") != "function" or not isinstance(name, str) or not name:
             raise RequestError(
-                f"tools[{at}] is {shown(tool)}; allowed: {{'type': 'function', 'function': {{'name': a text, "
-                "'description': a text, 'parameters': a JSON schema}}"
+                f"is {shown(tool)}; allowed: {{'type': 'function', 'function': {{'name': a text, "
+                "'description': a text, 'parameters': a JSON schema}}",
+                f"tools[{at}]",
             )
 
 
@@ -63,8 +64,9 @@ def must_call(
     if not chosen:
         names = ", ".join(tool["function"]["name"] for tool in tools) or "none here"
         raise RequestError(
-            f"tool_choice is {shown(choice)}; allowed: 'auto', 'none', 'required' with tools, or "
-            f"{{'type': 'function', 'function': {{'name': one of the tools, {names}}}}}"
+            f"is {shown(choice)}; allowed: 'auto', 'none', 'required' with tools, or "
+            f"{{'type': 'function', 'function': {{'name': one of the tools, {names}}}}}",
+            "tool_choice",
         )
     return chosen
 
@@ -281,7 +283,8 @@ def _prepared(function: Function, root: str = "#") -> PreparedSchema:
         return whole if root == "#" else PreparedSchema(parameters, root=root, is_alone=whole.is_alone)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
-            f"the parameters of the tool {function['name']!r:.80} are no JSON ({error}); give a JSON schema"
+            f"has {function['name']!r:.80}, whose parameters are no JSON ({error}); give a JSON schema",
+            "tools",
         ) from error
 
 

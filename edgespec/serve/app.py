@@ -20,12 +20,13 @@ from starlette.routing import Route
 from edgespec.history.manage import History
 from edgespec.models import Models
 from edgespec.serve.bodies import ForgetBody, read_body
-from edgespec.serve.completions import RERANKING, Completions, described
+from edgespec.serve.completions import RERANKING, Completions
 from edgespec.serve.messages import count_message_tokens, create_message
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.ollama import MANAGING, Ollama
 from edgespec.serve.options import ServeOptions, origin_pattern
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
+from edgespec.serve.replies import plain_speed
 from edgespec.serve.responses import Responses
 from edgespec.serve.security import SCRIPTS, Gate, readable
 from edgespec_models.errors import EdgespecError, RequestError
@@ -135,7 +136,7 @@ class App:
                 "drafter": model.drafter_name,
                 "context_length": model.target.config.context_length,
                 "chat": model.target.chat_template is not None,
-                "plain_tokens_per_second": described(name, model)[2],
+                "plain_tokens_per_second": plain_speed(model),
             }
         more = {
             "history": None if self._history is None else self._history.name,

@@ -88,7 +88,7 @@ def field_of(part: object, name: str, where: str, allowed: Sequence[str], usual:
     value = value.lower() if name == "role" and isinstance(value, str) else value  # some capitalize it
     value = usual if value is None else value
     if not isinstance(value, str) or value not in allowed:
-        raise RequestError(f"{where}.{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
+        raise RequestError(f"is {shown(value)}; allowed: {', '.join(map(repr, allowed))}", f"{where}.{name}")
     return value
 
 
@@ -102,11 +102,11 @@ def text_of(content: Any, where: str, kinds: Sequence[str] | None) -> str:
     if kinds is None:
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is {shown(content)}; allowed: a text, or a list of parts with texts")
+        raise RequestError(f"is {shown(content)}; allowed: a text, or a list of parts with texts", where)
     for at, part in enumerate(content):
         field_of(part, "type", f"{where}[{at}]", kinds)
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{at}].text is {shown(part.get('text'))}; allowed: a text")
+            raise RequestError(f"is {shown(part.get('text'))}; allowed: a text", f"{where}[{at}].text")
     return "\n".join(part["text"] for part in content)
 
 

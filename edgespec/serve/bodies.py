@@ -133,7 +133,7 @@ class _Common(Body):
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is for streams; leave it out, or set stream to true")
+            raise RequestError("is for streams; leave it out, or set stream to true", "stream_options")
 
     def options(self) -> RequestOptions:
         """The options of the request to the model, without the prompt."""
@@ -144,8 +144,8 @@ class _Common(Body):
         known = RequestOptions.__annotations__.keys() & stated.keys()
         return cast(RequestOptions, {name: stated[name] for name in known if stated[name] is not None})
 
-    def words(self) -> dict[str, str]:
-        """The client's names of options, by the names in a model's errors."""
+    def names(self) -> dict[str, str]:
+        """The client's names of options that the model calls otherwise."""
         is_short = self.repetition_penalty is None and self.repeat_penalty is not None
         return {"repetition_penalty": "repeat_penalty"} if is_short else {}
 
@@ -205,11 +205,10 @@ class ChatBody(_Common):
             else response_format(self.response_format),
         }
 
-    def words(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         name = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
-        thinking = {f"thinking is {self._thinking()}": f"{name} is {shown(getattr(self, name))}"}
-        old = {"tools[": "functions[", "tool_choice": "function_call"} if self.functions else {}
-        return _Common.words(self) | thinking | {"template_args": "chat_template_kwargs"} | old
+        old = {"tools": "functions", "tool_choice": "function_call"} if self.functions else {}
+        return _Common.names(self) | {"thinking": name, "template_args": "chat_template_kwargs"} | old
 
     def _thinking(self) -> bool | int | str | None:
         """Whether or how hard the model thinks; a number of tokens takes precedence over an effort."""
@@ -254,15 +253,16 @@ def _predicted(value: str | Mapping[str, Any] | None) -> str | None:
         if all(isinstance(text, str) for text in texts):
             return "".join(map(str, texts)) or None
     raise RequestError(
-        f"prediction is {shown(value)}; allowed: a text, or "
-        '{"type": "content", "content": TEXT or a list of {"type": "text", "text": TEXT}}'
+        f"is {shown(value)}; allowed: a text, or "
+        '{"type": "content", "content": TEXT or a list of {"type": "text", "text": TEXT}}',
+        "prediction",
     )
 
 
 def texts_in(field: str, value: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
     """Texts, one or several; numbers are the tokens of one. RequestError for tokens beside texts."""
     if len({isinstance(item, int) for item in value}) > 1:
-        raise RequestError(f"{field} mixes token ids and texts; allowed: texts, or the token ids of a text")
+        raise RequestError("mixes token ids and texts; allowed: texts, or the token ids of a text", field)
     return [value] if isinstance(value, str) or isinstance(value[0], int) else value
 
 
@@ -282,9 +282,11 @@ class CompletionBody(_Common):
     def __post_init__(self) -> None:
         _Common.__post_init__(self)
         if len(self.prompts()) > 64:
-            raise RequestError(f"prompt has {len(self.prompts())} texts; allowed: at most 64")
+            raise RequestError(f"has {len(self.prompts())} texts; allowed: at most 64", "prompt")
         if self.suffix and self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs scores a prompt, which a fill has not; leave out suffix")
+            raise RequestError(
+                "with logprobs scores a prompt, which a fill has not; leave out suffix", "echo"
+            )
 
     def _in_other_words(self) -> dict[str, Any]:
         wanted = None if self.logprobs is None else True
@@ -426,13 +428,14 @@ def _json(data: bytearray) -> dict[str, Any]:
         )
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
-        unread = _unread(value) if _HALVES.search(data) else ""
+        if _HALVES.search(data):
+            _check_texts(value, "")
+    except RequestError:
+        raise
     except (ValueError, RecursionError) as error:
         raise Problem(400, f"the request is not JSON: {error}", "invalid_json") from error
     if not isinstance(value, dict):
         raise Problem(400, "the request is not a JSON object", "invalid_json")
-    if unread:
-        raise RequestError(unread.lstrip("."))
     return value
 
 
@@ -442,17 +445,17 @@ def parse(cls: type[T], body: Mapping[str, Any], where: str = "the request") -> 
     values = {name: value for name, value in body.items() if value is not None}
     known = {known_field.name: known_field.type for known_field in fields(kind)}
     for name in [*values]:
-        if known.get(name) is Any or (name not in known and _is_idle(name, values[name], where)):
+        if known.get(name) is Any or (name not in known and _is_idle(name, values[name])):
             UNUSED.info("requests have the field %s, which changes no answer here", shown(name))
             if name not in known:
                 del values[name]
     return read(cls, values, where, RequestError, "docs/options.md and docs/server.md list the fields")
 
 
-def _is_idle(name: str, value: object, where: str) -> bool:
+def _is_idle(name: str, value: object) -> bool:
     """Whether an unknown field changes nothing. RequestError for another value of a field of ``_IDLE``."""
     if _IDLE.get(name, value) != value:
-        raise RequestError(f"{where}: {name} is {shown(value)}; allowed: {_IDLE[name]!r}, with no effect")
+        raise RequestError(f"is {shown(value)}; allowed: {_IDLE[name]!r}, with no effect", name)
     return name in _IDLE or value in ("", [], {}) or _ASIDE.fullmatch(name) is not None
 
 
@@ -487,15 +490,15 @@ async def _read(
     )
 
 
-def _unread(value: object) -> str:
-    """The place of the first text that no tokenizer reads, and the reason; empty if there is none."""
-    if isinstance(value, str):
-        return lone_surrogate(value)
+def _check_texts(value: object, place: str) -> None:
+    """Raise RequestError for the first text that no tokenizer reads."""
+    if isinstance(value, str) and (wrong := lone_surrogate(value)):
+        raise RequestError(wrong.lstrip(), place.lstrip("."))
     parts = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
     for key, part in parts:
-        if wrong := _unread(key) or _unread(part):
-            return f".{key}{wrong}" if isinstance(value, dict) else f"[{key}]{wrong}"
-    return ""
+        within = f"{place}.{key}" if isinstance(value, dict) else f"{place}[{key}]"
+        _check_texts(key, within)
+        _check_texts(part, within)
 
 
 def _no_number(name: str) -> NoReturn:
@@ -525,7 +528,7 @@ def _chosen(
     left = [tool for tool in tools if table(tool.get("function")).get("name") in names]
     if mode not in ("auto", "required") or not left:
         raise RequestError(
-            f"tool_choice is {shown(choice)}; allowed: the mode 'auto' or 'required', and names of tools"
+            f"is {shown(choice)}; allowed: the mode 'auto' or 'required', and names of tools", "tool_choice"
         )
     return left, mode
 
@@ -553,10 +556,11 @@ def response_format(wanted: Mapping[str, Any], name: str = "response_format") ->
         return AnyJson()
     if not unknown and kind in ("json_object", "json_schema") and isinstance(schema, Mapping):
         return JsonSchema(schema, strict=parts.get("strict") is True)
-    problem = f" has the unknown field {min(map(str, unknown))!r:.80}" if unknown else f" is {wanted!r:.200}"
+    problem = f"has the unknown field {min(map(str, unknown))!r:.80}" if unknown else f"is {wanted!r:.200}"
     raise RequestError(
-        f"{name}{problem}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
-        "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}, or the schema beside the type"
+        f"{problem}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
+        "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}, or the schema beside the type",
+        name,
     )
 
 
@@ -564,4 +568,4 @@ def _by_token(biases: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in biases.items()}
     except ValueError:
-        raise RequestError(f"logit_bias is {biases!r:.200}; its keys are ids of tokens") from None
+        raise RequestError(f"is {biases!r:.200}; its keys are ids of tokens", "logit_bias") from None

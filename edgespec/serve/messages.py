@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from edgespec.requests.results import Generation
 from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
 from edgespec.serve.bodies import Body, ChatBody, Effort
-from edgespec.serve.completions import Completions
+from edgespec.serve.completions import Completions, Job
 from edgespec.serve.problems import Problem
 from edgespec.serve.replies import Json
 from edgespec_models.errors import RequestError
@@ -107,16 +107,14 @@ class MessagesBody(Body):
             return False
         return self.output_config.effort or (self.thinking.type and True)
 
-    def asking(self) -> dict[str, Any]:
-        """Arguments for ``converse``: a model must think only if ``thinking`` is ``enabled``."""
-        wish = self.output_config.effort
-        wished = f"output_config.effort is {wish!r}" if wish else "thinking.type is 'enabled'"
-        words = {
-            "thinking_budget": "thinking.budget_tokens",
-            f"reasoning_effort is {self._effort()!r}": wished,
-            "response_format": "output_config.format",
-        }
-        return {"may_think": self.thinking.type != "enabled", "words": words}
+    def job(self) -> Job:
+        """The request's job: a model must think only if ``thinking`` is ``enabled``."""
+        thinking = "output_config.effort" if self.output_config.effort else "thinking"
+        if self.thinking.budget_tokens is not None:
+            thinking = "thinking.budget_tokens"
+        names = {"thinking": thinking, "response_format": "output_config.format", "stop": "stop_sequences"}
+        chat, may_think = self.chat(), self.thinking.type != "enabled"
+        return Job(chat, [chat.conversation()], MessageReply(self.model), names, may_think)
 
     def chat_messages(self) -> list[Json]:
         """The system's text and the messages, as messages of a chat."""
@@ -126,8 +124,9 @@ class MessagesBody(Body):
             _add_message(messages, self.messages[at], f"messages[{at}]")
         if messages and messages[-1]["role"] == "assistant":
             raise RequestError(
-                f"messages[{at}].role is 'assistant'; allowed for the last message: 'user', because edgespec "
-                "does not continue a begun answer"
+                "is 'assistant'; allowed for the last message: 'user', because edgespec does not continue a "
+                "begun answer",
+                f"messages[{at}].role",
             )
         return messages
 
@@ -257,11 +256,11 @@ def _ended(answer: Generation) -> Json:
 async def create_message(completions: Completions, request: Request) -> Response:
     """``POST /v1/messages``."""
     body = await completions.read(MessagesBody, request)
-    return await completions.converse(request, body.chat(), MessageReply, **body.asking())
+    return await completions.respond(request, body.job())
 
 
 async def count_message_tokens(completions: Completions, request: Request) -> Response:
     """``POST /v1/messages/count_tokens``."""
     body = await completions.read(MessagesBody, request)
-    count = await completions.count_tokens(request, body.chat(), **body.asking())
+    count = await completions.count_tokens(request, body.job())
     return JSONResponse({"input_tokens": count})

@@ -21,11 +21,11 @@ from edgespec.engine import Model
 from edgespec.loading.first_use import Found
 from edgespec.models import Models
 from edgespec.requests.fill import fills
-from edgespec.requests.request import calls_tools, thoughts_tags
+from edgespec.requests.request import Hole, calls_tools, thoughts_tags
 from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
 from edgespec.serve.blocks import add_call, field_of, text_of
 from edgespec.serve.bodies import ChatBody, EmbeddingBody, Sampling, parse
-from edgespec.serve.completions import Ask, Completions
+from edgespec.serve.completions import Completions, Job
 from edgespec.serve.problems import Problem
 from edgespec.serve.replies import Json, Reply, with_rows
 from edgespec_models.bundles.bundle import Bundle
@@ -36,11 +36,7 @@ from edgespec_models.schema import Limit, length, shown, within
 VERSION = "0.33.0"
 """The version of Ollama whose API this follows. Clients check it."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_WORDS = {
-    "response_format": "format",
-    "shows no tools": "does not support tools",  # clients look for this text
-    "does not think": "does not support thinking",
-}
+_NAMES = {"response_format": "format", "thinking": "think"}
 _NO_TIME = re.compile(r"0[0.a-z]*")
 _FOREVER_S = 200 * 365 * 86400.0
 MANAGING = (*(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete")), "/api/blobs/{digest}")
@@ -71,7 +67,7 @@ class Options(Sampling):
         )
         if self.repeat_last_n not in (None, -1) and any(penalties):
             raise RequestError(
-                f"repeat_last_n is {self.repeat_last_n} beside a penalty; allowed: -1, all tokens before"
+                f"is {self.repeat_last_n} beside a penalty; allowed: -1, all tokens before", "repeat_last_n"
             )
 
 
@@ -110,11 +106,6 @@ class _Body:
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
         )
-
-    @property
-    def words(self) -> dict[str, str]:
-        """The client's names of options."""
-        return _WORDS | {f"reasoning_effort is {shown(self.think)}": f"think is {shown(self.think)}"}
 
     @property
     def unloads(self) -> bool:
@@ -162,11 +153,13 @@ class GenerateBody(_Body):
         chat = self.about([*system, {"role": "user", "content": self.prompt}])
         return chat if self.is_chat or self.think else replace(chat, reasoning_effort=None)
 
-    def asks(self, model: Model) -> Sequence[Ask]:
-        """The model's method and the prompt, for prompts that are no questions."""
+    def job(self, reply: Reply) -> Job:
+        """The request's job."""
+        chat = self.chat()
         if self.suffix:
-            return [partial(model.stream_fill, self.prompt, self.suffix)]
-        return [partial(model.stream, self.prompt, special=True)]
+            return Job(chat, [Hole(self.prompt, self.suffix)], reply, _NAMES)
+        prompt = self.prompt if self.raw else chat.conversation()
+        return Job(chat, [prompt], reply, _NAMES, more={"special": True} if self.raw else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +197,7 @@ def _closed(schema: Mapping[str, Any]) -> Any:
     try:
         return rewritten(schema, "#", closed)
     except RecursionError:
-        raise RequestError("format has too many levels; give a flatter schema") from None
+        raise RequestError("has too many levels; give a flatter schema", "format") from None
 
 
 def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
@@ -214,7 +207,7 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
         where = f"messages[{at}]"
         role = field_of(message, "role", where, _ROLES)
         if message.get("images"):
-            raise RequestError(f"{where}.images is not empty; models here read no images")
+            raise RequestError("is not empty; models here read no images", f"{where}.images")
         text = text_of(message.get("content") or "", f"{where}.content", ("text",))
         messages.append({"role": role, "content": text, "reasoning_content": message.get("thinking") or None})
         if role == "tool":
@@ -222,12 +215,12 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
             messages[-1] |= {"tool_call_id": id_, "name": message.get("tool_name")}
         tool_calls = message.get("tool_calls") or ()
         if not isinstance(tool_calls, list | tuple):
-            raise RequestError(f"{where}.tool_calls is {shown(tool_calls)}; allowed: a list of calls")
+            raise RequestError(f"is {shown(tool_calls)}; allowed: a list of calls", f"{where}.tool_calls")
         for n, call in enumerate(tool_calls):
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping):
                 raise RequestError(
-                    f"{where}.tool_calls[{n}] is {shown(call)}; allowed: one with a 'function'"
+                    f"is {shown(call)}; allowed: one with a 'function'", f"{where}.tool_calls[{n}]"
                 )
             id_ = call.get("id") or f"{at:06}{n:03}"  # Mistral's templates want nine letters and digits
             add_call(messages, id_, function.get("name"), function.get("arguments"))
@@ -247,7 +240,11 @@ class OllamaReply(Reply):
     began: float
     is_text: bool = False
     logprobs: bool = False
-    loaded: float = field(default_factory=monotonic)
+    loaded: float = 0.0
+
+    def use(self, model: Model) -> None:
+        Reply.use(self, model)
+        self.loaded = monotonic()
 
     def whole(self, answers: Sequence[Generation]) -> Json:
         answer = answers[0]
@@ -334,29 +331,28 @@ class Ollama:
         """``POST /api/chat``."""
         began = monotonic()
         body = await self._completions.read(OllamaChatBody, request)
-        form = partial(OllamaReply, began=began, logprobs=body.logprobs)
+        reply = OllamaReply(body.model, began, logprobs=body.logprobs)
         if not body.messages:
-            return await self._nothing(request, body, form)
-        return await self._completions.converse(request, body.chat(), form, words=body.words)
+            return await self._nothing(request, body, reply)
+        chat = body.chat()
+        return await self._completions.respond(request, Job(chat, [chat.conversation()], reply, _NAMES))
 
     async def generate(self, request: Request) -> Response:
         """``POST /api/generate``."""
         began = monotonic()
         body = await self._completions.read(GenerateBody, request)
-        form = partial(OllamaReply, began=began, is_text=True, logprobs=body.logprobs)
+        reply = OllamaReply(body.model, began, is_text=True, logprobs=body.logprobs)
         if not body.prompt and not body.suffix:
-            return await self._nothing(request, body, form)
-        if body.is_chat:
-            return await self._completions.converse(request, body.chat(), form, words=body.words)
-        return await self._completions.respond(request, body.chat(), body.asks, form, body.words)
+            return await self._nothing(request, body, reply)
+        return await self._completions.respond(request, body.job(reply))
 
-    async def _nothing(self, request: Request, body: _Body, form: "partial[OllamaReply]") -> Response:
+    async def _nothing(self, request: Request, body: _Body, reply: OllamaReply) -> Response:
         """Load the model, or unload it as soon as it is unused."""
         if body.unloads:
             self._models.unload(self._completions.known_name(body.model))
         else:
             await self._completions.model(request, body.model)
-        return JSONResponse(form(body.model, None, 0.0).nothing("unload" if body.unloads else "load"))
+        return JSONResponse(reply.nothing("unload" if body.unloads else "load"))
 
     async def embed(self, request: Request) -> Response:
         """``POST /api/embed``, and ``/api/embeddings``, which older clients ask for the vector of a text."""

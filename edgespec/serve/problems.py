@@ -1,6 +1,7 @@
 """Refusals and failures, in the shapes that clients of OpenAI, Anthropic and Ollama understand."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -21,17 +22,19 @@ _ANTHROPIC = {
 }
 
 
+@dataclass(eq=False)
 class Problem(Exception):
     """Ends a request with an error.
 
-    ``message`` says what was given, what is allowed and what to do. ``code`` is for programs.
+    ``message`` says what was given, what is allowed and what to do. ``code`` is for programs, and so is
+    ``field``, the wrong field of the request.
     """
 
-    def __init__(
-        self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.headers = status, message, code, headers
+    status: int
+    message: str
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+    field: str | None = None
 
     def to_json(self, path: str = "") -> dict[str, Any]:
         """The body in OpenAI's form; in Anthropic's below ``/v1/messages`` and in Ollama's below ``/api``."""
@@ -41,7 +44,7 @@ class Problem(Exception):
             kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = _OPENAI.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 
     def response(self, scope: Scope) -> JSONResponse:
         """The whole response to a request."""
@@ -62,7 +65,7 @@ def of_error(error: EdgespecError) -> Problem:
     if isinstance(error, DoesNotFit):
         return Problem(400, str(error), "context_length_exceeded")
     status = 400 if isinstance(error, RequestError | TokenizerError) else 500
-    return Problem(status, str(error))
+    return Problem(status, str(error), field=error.field or None)
 
 
 async def on_problem(request: Request, error: Exception) -> JSONResponse:

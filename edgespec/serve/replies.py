@@ -6,12 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 from edgespec.decoding.draft import Progress
+from edgespec.engine import Model
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.embedding import Embeddings, Scores
 from edgespec.requests.results import Generation, Record, SourceStats, TokenRecord, choice_id
@@ -20,6 +22,11 @@ from edgespec_models.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 _FINISH = {"stop": "stop", "tool_calls": "tool_calls"}  # other reasons are limits of tokens or time
+
+
+def plain_speed(model: Model) -> float:
+    """The tokens per second of plain decoding, by the costs at load."""
+    return 1.0 / model.cost_curve.seconds(1)
 
 
 def usage(answers: Sequence[Generation]) -> Json:
@@ -78,21 +85,24 @@ def with_rows(table: Json, name: str, rows: Iterable[object]) -> str:
 
 @dataclass(slots=True)
 class Reply(ABC):
-    """One reply in the form of an endpoint, whole or as events.
+    """One reply in the form of an endpoint, whole or as events. :meth:`use` has to come before answers.
 
-    ``plain_tokens_per_s`` is the model's speed without speculation. ``prompt`` of a stream has the numbers of
-    the prompt's tokens and of its cached tokens.
+    ``prompt`` of a stream has the numbers of the prompt's tokens and of its cached tokens.
     """
 
     done: ClassVar[str] = ""  # what ends a stream
     media_type: ClassVar[str] = "text/event-stream"
 
     model: str
-    tokenizer: Tokenizer
-    plain_tokens_per_s: float
+    tokenizer: Tokenizer = field(init=False)
+    plain_tokens_per_s: float = field(init=False)
     id: str = field(default_factory=partial(secrets.token_hex, 12), kw_only=True)
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
     prompt: tuple[int, int] = field(default=(0, 0), kw_only=True)
+
+    def use(self, model: Model) -> None:
+        """Note facts of the model, such as its speed without speculation by the costs at load."""
+        self.tokenizer, self.plain_tokens_per_s = model.target.tokenizer, plain_speed(model)
 
     @abstractmethod
     def whole(self, answers: Sequence[Generation]) -> Json:
@@ -195,7 +205,11 @@ class _Completion(Reply):
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
 
     def choices(self, indices: Iterable[int]) -> Sequence[Self]:
-        return [replace(self, index=index) for index in indices]
+        choices = list[Self]()
+        for index in indices:
+            choices.append(copy(self))
+            choices[-1].index = index
+        return choices
 
     def _to_prompt(self, at: int, count: int) -> Sequence[Self]:
         return self.choices(range(at * self.n, at * self.n + count))

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from edgespec.requests.results import Generation
 from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
 from edgespec.serve.bodies import UNUSED, Body, ChatBody, Effort
-from edgespec.serve.completions import Completions
+from edgespec.serve.completions import Completions, Job
 from edgespec.serve.problems import Problem
 from edgespec.serve.replies import Json, usage
 from edgespec_models.schema import length, matching, shown, within
@@ -31,7 +30,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 _INCLUDED = matching(
     r"reasoning\.encrypted_content|\w+_call\.\w.*", "'reasoning.encrypted_content', or of a call"
 )
-_WORDS = {"reasoning_effort": "reasoning.effort", "response_format": "text.format"}
+_NAMES = {"thinking": "reasoning.effort", "response_format": "text.format"}
 _STEMS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 _SAID_AGAIN = (
@@ -208,7 +207,7 @@ class ResponseReply(BlockReply):
 
     def failed(self, problem: Problem) -> Json:
         """An error as an event. OpenAI's client raises events with the field ``error``."""
-        error = {"code": problem.code, "message": problem.message, "param": None}
+        error = {"code": problem.code, "message": problem.message, "param": problem.field}
         return self._event("error", **error, **problem.to_json()) | {"type": "error"}
 
     def _opened(self, block: Block) -> list[Json]:
@@ -304,9 +303,9 @@ class Responses:
         if previous is not None:
             _, before = self.kept.get(previous, "previous_response_id")
         messages = [*before, *body.chat_messages(self.kept)]
-        form = partial(ResponseReply, body=body, messages=messages, kept=self.kept)
-        chat = body.chat(messages)
-        return await self._completions.converse(request, chat, form, words=_WORDS, may_think=True)
+        chat, reply = body.chat(messages), ResponseReply(body.model, body, messages, self.kept)
+        job = Job(chat, [chat.conversation()], reply, _NAMES, may_think=True)
+        return await self._completions.respond(request, job)
 
     async def kept_response(self, request: Request) -> Response:
         """``GET`` and ``DELETE /v1/responses/ID``."""

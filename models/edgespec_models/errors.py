@@ -26,10 +26,13 @@ _LONGEST: Final = 4000  # characters of a message
 class EdgespecError(Exception):
     """Base class of every error edgespec raises on purpose.
 
-    ``message`` says what is wrong; it may quote anything.
+    ``problem`` says what is wrong; it may quote anything. ``field`` is the option that is wrong, or the place
+    in it, such as ``stop[1]``, if there is one. The message is the field and the problem.
     """
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, problem: str = "", field: str = "") -> None:
+        self.problem, self.field = problem, field
+        message = f"{field} {problem}" if field else problem
         super().__init__(_cut(_UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], _cut(message))))
 
 

@@ -107,7 +107,9 @@ def read(cls: type[T], value: object, where: str, error: type[EdgespecError], re
     try:
         taken: T = _kind(kind, True).take(value, "")
     except _WrongError as wrong:
-        raise error(f"{where}: {wrong}. {remedy}.") from wrong
+        refusal = error(f"{where}: {wrong}. {remedy}.")
+        refusal.field = wrong.place
+        raise refusal from wrong
     return taken
 
 
@@ -192,7 +194,7 @@ class _WrongError(Exception):
 
     def __init__(self, place: str, problem: str) -> None:
         super().__init__(f"{place} {problem}".lstrip())
-        self.place = place
+        self.place, self.problem = place, problem
 
 
 class _Kind(NamedTuple):
@@ -328,7 +330,7 @@ def _object_of(cls: Any) -> _Kind:
         try:
             return cls(**taken)
         except EdgespecError as error:  # of what its fields say together
-            raise _WrongError(place, str(error)) from error
+            raise _WrongError(f"{within}{error.field}" if error.field else place, error.problem) from error
 
     return _Kind(allowed, take)
 
@@ -339,7 +341,7 @@ def _named(
     try:
         return {name: kinds[name].take(value, name) for name, value in values.items()}
     except _WrongError as wrong:
-        raise error(str(wrong)) from None
+        raise error(wrong.problem, wrong.place) from None
 
 
 @cache

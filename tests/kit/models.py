@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter, sleep
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from edgespec.decoding.draft import Clock
 from edgespec.decoding.verifier import Verifier
@@ -18,7 +18,7 @@ from edgespec.requests.answer import Answer
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.runner import Runner
 from edgespec.requests.scheduler import Scheduler
-from edgespec.requests.seats import Seat
+from edgespec.requests.sequence import Seat
 from edgespec.requests.sequence import Sequence as RunningSequence
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Ticket
@@ -184,21 +184,10 @@ def answering(
     bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
 
     def begin(ticket: Ticket, prices: Prices) -> RunningSequence:
-        drafts, tokens = policy(), [*prompt]
-        answer = Answer(
-            bundle,
-            read,
-            request,
-            tokens,
-            None,
-            remarks=drafts.remarks,
-            clock=clock,
-            started=clock(),
-            queued_s=0.0,
-        )
+        drafts = policy()
+        answer = Answer(bundle, read, request, None, drafts.remarks, clock, clock(), 0.0)
         verify, seat = Verifier(request.sampler), Seat(session, None, KvStore(0))
-        limits: Any = {"max_new_tokens": request.max_new_tokens, "max_draft": max_draft}
-        return RunningSequence(ticket, seat, drafts, verify, answer, tokens, clock=clock, **limits)
+        return RunningSequence(ticket, seat, drafts, verify, answer, max_draft=max_draft)
 
     models = SimpleNamespace(
         begin=begin,

@@ -9,12 +9,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.models import Models
+from edgespec.requests.request import Hole, PromptInput, Request, RequestOptions
 from edgespec.requests.results import (
     FinishReason,
     Generation,
@@ -24,6 +25,8 @@ from edgespec.requests.results import (
     TokenRecord,
     ToolCall,
 )
+from edgespec.requests.stream import Answers
+from edgespec.serve import replies
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server
@@ -37,6 +40,9 @@ from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import F32, ToySession, markov_logits
 
 SOURCES = ("target", "model", "ngram", "history")
+
+
+R = TypeVar("R", bound=replies.Reply)
 
 
 @cache
@@ -69,15 +75,28 @@ class ServedModel:
     def as_model(self) -> Model:
         return cast(Model, self)
 
-    def stream(self, prompt: str, **options: Any) -> "ServedStream":
+    def answers(self, prompts: Sequence[PromptInput | Hole], options: Mapping[str, Any]) -> Answers:
         if self.refusal is not None:
             raise self.refusal
-        return ServedStream(self, prompt, options)
+        choices, single = Request.of(cast(RequestOptions, options)).choices, {**options}
+        single.pop("n", None)
+        seeded = [{**single, "seed": choice.sampler.seed} for choice in choices]
+        rows = [
+            [self._stream(prompt, each) for each in (seeded if len(seeded) > 1 else [single])]
+            for prompt in prompts
+        ]
+        return Answers(cast(Any, rows), options.get("n", 1))
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> "ServedStream":
-        stream = self.stream(str(messages[-1]["content"]), **options)
-        stream.asked = messages
-        return stream
+    def _stream(self, prompt: Any, options: Mapping[str, Any]) -> "ServedStream":
+        text, asked = prompt, prompt
+        if isinstance(prompt, Hole):
+            text, asked = (
+                prompt.prefix,
+                (prompt.prefix, prompt.suffix, prompt.extra, options.get("max_lines")),
+            )
+        elif isinstance(prompt[0], Mapping):
+            text = str(prompt[-1]["content"])
+        return ServedStream(self, text, asked, options)
 
     def count_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> int:
         self.calls.append((messages, options))
@@ -96,9 +115,9 @@ class ServedStream:
 
     place, at_once, prompt = 0, 1, (7, 3)
 
-    def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: ServedModel, text: str, asked: Any, options: Mapping[str, Any]) -> None:
         self._model, self._options, self._over, self._has_turn = model, options, False, False
-        self.asked: Any = text
+        self.asked = asked
         ids = tokenizer().encode(f"re: {text}")[: options.get("max_new_tokens", 256)]
         tools = options.get("tools", ()) if options.get("tool_choice") != "none" else ()
         self._reader = reader_of(HERMES, tools) if tools else None
@@ -113,6 +132,10 @@ class ServedStream:
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
+
+    @property
+    def ended(self) -> bool:
+        return self._over
 
     def start(self) -> None:
         pass
@@ -196,6 +219,12 @@ def drafting_model() -> Model:
     """Its drafter is the same model at a hundredth of the price, so all it drafts is right."""
     clock = [0.0]
     return toy_model(Clocked(clock, 1.0), Clocked(clock, 0.01), clock=lambda: clock[0], drafter_s=0.01)
+
+
+def ready(reply: R) -> R:
+    """A reply that knows its model."""
+    reply.use(ServedModel().as_model())
+    return reply
 
 
 def _whole(tokens: Sequence[TokenRecord]) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from edgespec import Drafter, LoadOptions, Model
-from edgespec.requests import sequence as requests
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
 from tests.kit.models import VOCAB, printable, queue_of, runner_of, toy_model
@@ -65,7 +64,7 @@ class Driven:
     @property
     def taken(self) -> list[bool]:
         """Of the seats that there are."""
-        return [seat.taken for seat in runner_of(self.model).seats.all]
+        return [seat.taken for seat in runner_of(self.model).seats]
 
     def close(self) -> None:
         self.run()
@@ -134,8 +133,8 @@ def driving(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySess
 
 def reads(stream: Stream) -> bool:
     """Whether it waits for its first token."""
-    running = cast(requests.Sequence | None, stream._ticket.running)
-    return running is None or running.unread > 0
+    running = stream._queue.running.get(stream._ticket)
+    return stream._ticket.result is None and (running is None or running.unread > 0)
 
 
 def queued(driven: Driven, prompt: str, **options: Any) -> Stream:

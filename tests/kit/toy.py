@@ -21,7 +21,8 @@ from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.source import Extending, Source, Wanted
 from edgespec.requests import sequence as requests
 from edgespec.requests.answer import Answer
-from edgespec.requests.seats import Seat
+from edgespec.requests.request import Request
+from edgespec.requests.ticket import Ticket
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -303,8 +304,15 @@ def loop_of(
     **options: Any,
 ) -> requests.Sequence:
     """The loop of a request that nobody has asked for, without text."""
-    seat, answer = Seat(target, None, KvStore(0)), cast(Answer, SimpleNamespace())
-    return requests.Sequence(cast(Any, None), seat, policy, verify, answer, tokens, clock=clock, **options)
+    seat = requests.Seat(target, None, KvStore(0))
+    answer = cast(Answer, SimpleNamespace(tokens=tokens, clock=clock))
+    names, top = ("max_draft", "stop", "checkpoints"), options.get("top_logprobs")
+    limits = {name: options[name] for name in names if name in options}
+    request = Request(
+        max_new_tokens=options["max_new_tokens"], logprobs=top is not None, top_logprobs=top or 0
+    )
+    ticket = cast(Ticket, SimpleNamespace(request=request))
+    return requests.Sequence(ticket, seat, policy, verify, answer, **limits)
 
 
 def until(happened: Callable[[], object]) -> None:

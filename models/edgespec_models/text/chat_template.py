@@ -236,7 +236,10 @@ class ChatTemplate:
         unknown = sorted(arguments.keys() - self.arguments)
         if unknown:
             known = ", ".join(sorted(self.arguments)) or "nothing else"
-            raise RequestError(f"the chat template does not read {', '.join(unknown)}; it reads {known}")
+            raise RequestError(
+                f"has {', '.join(unknown)}, which the chat template does not read; it reads {known}",
+                "template_args",
+            )
         others = _plain(arguments, "template_args")
         if self._tools_in_message and isinstance(others.get("tools"), list):
             if copies[0]["role"] != "system":
@@ -336,8 +339,8 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     ``tool_call_id``, stay as they are.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError(f"messages is {shown(messages)}; allowed: a list of at least one message")
-    return [_message(message, f"message {number}") for number, message in enumerate(messages)]
+        raise RequestError(f"is {shown(messages)}; allowed: a list of at least one message", "messages")
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 def _plain(value: object, where: str, depth: int = 0) -> Any:
@@ -352,32 +355,34 @@ def _plain(value: object, where: str, depth: int = 0) -> Any:
         if isinstance(value, list | tuple):
             return [_plain(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
     raise RequestError(
-        f"{where} is {shown(value)}; allowed: values of JSON (texts, numbers, True, False, None, lists, "
-        f"tables with texts as keys), at most {_DEEPEST} levels deep"
+        f"is {shown(value)}; allowed: values of JSON (texts, numbers, True, False, None, lists, tables with "
+        f"texts as keys), at most {_DEEPEST} levels deep",
+        where,
     )
 
 
 def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} is {shown(message)}; allowed: a mapping with 'role' and 'content'")
+        raise RequestError(f"is {shown(message)}; allowed: a mapping with 'role' and 'content'", where)
     copy: dict[str, Any] = _plain(message, where)
     role = copy.get("role")
     if role not in _ROLES:
-        raise RequestError(f"{where} has the role {shown(role)}; allowed: {', '.join(_ROLES)}")
+        raise RequestError(f"has the role {shown(role)}; allowed: {', '.join(_ROLES)}", where)
     calls = copy.pop("tool_calls", None)
     if calls:
         if role != "assistant" or not isinstance(calls, list):
-            raise RequestError(f"{where} has tool_calls {shown(calls)}; allowed: a list, of an assistant")
-        copy["tool_calls"] = [_call(call, f"{where}: tool_calls[{at}]") for at, call in enumerate(calls)]
+            raise RequestError(f"has tool_calls {shown(calls)}; allowed: a list, of an assistant", where)
+        copy["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
     content = copy.setdefault("content", None)
     if not isinstance(content, str | list) and not (calls and content is None):
-        raise RequestError(f"{where} has the content {shown(content)}; allowed: a text, or text parts")
+        raise RequestError(f"has the content {shown(content)}; allowed: a text, or text parts", where)
     for part in content if isinstance(content, list) else ():
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError(
-                f"{where} has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, "
-                "because models read text alone"
+                f"has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, because models "
+                "read text alone",
+                where,
             )
     return copy
 
@@ -413,10 +418,10 @@ def _call(call: object, where: str) -> dict[str, Any]:
     """One of a message's tool calls, checked."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        raise RequestError(f"{where} is {shown(call)}; allowed: a table with a 'function'")
+        raise RequestError(f"is {shown(call)}; allowed: a table with a 'function'", where)
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"{where} calls {shown(name)}; allowed: the name of a function")
+        raise RequestError(f"calls {shown(name)}; allowed: the name of a function", where)
     return call | {"type": "function"}
 
 
