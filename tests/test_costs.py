@@ -23,7 +23,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.operations import Experts
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
-from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, ExpertCosts, measure_cost
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, ExpertCosts
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth, peak_memory_bytes
 from tests.kit.native import tiny_native
@@ -40,13 +40,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(autouse=True)
-def any_machine(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -> None:
-    """Little memory is read; however busy the machine of the test is, what it measures is kept."""
-
-    def confirmed(*arguments: Any, **options: Any) -> CostCurve:
-        return replace(measure_cost(*arguments, **options), confirmed=True)
-
-    timings(measure_cost=confirmed)
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory is read."""
     monkeypatch.setattr(costs, "memory_bandwidth", lambda threads: memory_bandwidth(threads, size=1 << 20))
 
 
@@ -210,7 +205,7 @@ def test_the_command_prints_a_table_or_writes_a_page(bundle: Bundle, own_measure
 
 @pytest.mark.usefixtures("consoles")
 @pytest.mark.parametrize(("disturbed", "code"), [(True, 0), (False, 130)])
-def test_disturbed_and_interrupted_times_are_not_kept(
+def test_disturbed_times_are_named_and_interrupted_ones_not_kept(
     bundle: Bundle, own_measurements: Path, timings: Callable[..., None], disturbed: bool, code: int
 ) -> None:
     def measure(*_: Any, **__: Any) -> CostCurve:
@@ -220,8 +215,8 @@ def test_disturbed_and_interrupted_times_are_not_kept(
 
     timings(measure_cost=measure)
     result = _run(bundle)
-    assert result.exit_code == code and ("not kept" if disturbed else "interrupted") in result.stderr
-    assert not own_measurements.exists()
+    assert result.exit_code == code and ("--fresh" if disturbed else "interrupted") in result.stderr
+    assert own_measurements.exists() == disturbed
 
 
 @pytest.mark.parametrize("curve", [CURVE, CostCurve({1: 0.01}), replace(CURVE, confirmed=False)])

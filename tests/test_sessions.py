@@ -15,7 +15,7 @@ from edgespec.loading.opening import Running, open_one, open_pair
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
 from edgespec_models.graphs.plan import Precision
-from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.cuda import open_cuda
 from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
@@ -34,12 +34,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
         "target": tiny_bundle(folder / "target", LLAMA, INT4).bundle,
         "drafter": tiny_native(folder / "drafter", LLAMA, "Q4_0", seed=1).bundle,
     }
-
-
-@pytest.fixture(autouse=True)
-def believed(timings: Callable[..., None]) -> None:
-    """However busy the machine of the test is, what it measures is kept."""
-    timings(measure_cost=lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True))
 
 
 class Opened(list[Session]):
@@ -139,12 +133,15 @@ def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
     assert known is not None and known.curve == running.curve
 
 
-def test_what_is_in_doubt_is_not_kept(bundles: Bundles, timings: Callable[..., None]) -> None:
+def test_what_is_in_doubt_is_kept_and_checked_by_the_next_load(
+    bundles: Bundles, timings: Callable[..., None]
+) -> None:
     doubtful = CostCurve({1: 1.0, 2: 1.1}, confirmed=False)
     timings(measure_cost=lambda *_, **__: doubtful, measure_context=lambda _, curve: curve)
-    for _ in range(2):
-        running = _load(bundles)
-        assert (running.curve, running.remembered, _kept(bundles)) == (doubtful, False, None)
+    timings(recheck_cost=lambda session, curve, rows: curve)
+    first, second = _load(bundles), _load(bundles)
+    assert (first.curve, first.remembered) == (doubtful, False)
+    assert second.curve.seconds_by_rows == doubtful.seconds_by_rows and second.remembered
 
 
 def test_a_stored_curve_serves_those_who_need_less_of_it(bundles: Bundles, measured: list[int]) -> None:

@@ -90,8 +90,8 @@ def cost(
         _show(result)
     if recall(conditions := conditions_of(opened, cpu)) is not None:
         note(f"Kept for later loads: {conditions.path}")
-    elif not result["confirmed"]:
-        note("Other programs disturbed the times, which are not kept; close them and run this again.")
+    if not result["confirmed"]:
+        note("Other programs disturbed the times; close them and run this again with --fresh.")
     if words := warning(result["other_programs"]):
         note(words, style="yellow")
     if report is not None:

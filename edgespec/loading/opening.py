@@ -299,7 +299,11 @@ def _curve(
     known: Measurement | None,
     progress: ProgressCallback,
 ) -> tuple[CostCurve, bool]:
-    """The earlier curve if it still holds, and whether it does; else a new one, kept unless in doubt."""
+    """The earlier curve if it still holds, and whether it does; else a new one, which is kept.
+
+    On a machine that is never quiet no curve is confirmed. One that is in doubt is kept too, because the next
+    load's check of it mends what was disturbed, in a part of the time.
+    """
     from_disk = conditions.options.copied_bytes is not None
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
         if from_disk:  # where the mean of a few passes says little
@@ -317,6 +321,5 @@ def _curve(
     curve = measure_context(session, curve)
     if not from_disk:
         curve = look_again(session, curve, _RECHECKED_ROWS)  # later than the samples before
-    if curve.confirmed:
-        remember(conditions, Measurement(session.model.row_exact, curve))
+    remember(conditions, Measurement(session.model.row_exact, curve))
     return curve, False
