@@ -3,15 +3,11 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Unpack
 
-from edgespec.requests.request import Messages, RequestOptions
+from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import InProcess
 from edgespec_models.schema import checked, length
-
-Start = Callable[
-    [Callable[[], Messages], RequestOptions, Callable[[Generation], None], "Conversation"], Stream
-]
 
 
 class Conversation(InProcess):
@@ -32,7 +28,9 @@ class Conversation(InProcess):
     """
 
     @checked
-    def __init__(self, start: Start, system: str | None = None, **defaults: Unpack[RequestOptions]) -> None:
+    def __init__(
+        self, start: Callable[..., Stream], system: str | None = None, **defaults: Unpack[RequestOptions]
+    ) -> None:
         self.messages: list[dict[str, Any]] = (
             [] if system is None else [{"role": "system", "content": system}]
         )
