@@ -12,9 +12,9 @@ from edgespec.cli.console import note
 from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
+    from edgespec.asking.request import Effort, RequestOptions
     from edgespec.engine import Model
     from edgespec.measuring.prompts import Prompt
-    from edgespec.requests.request import Effort, RequestOptions
 
 _MINUTE_S = 90.0
 
@@ -259,7 +259,7 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
     """The value of ``--thinking``."""
     if value in (None, "on", "off"):
         return None if value is None else value == "on"
-    from edgespec.requests.request import Effort  # and much that other options do without
+    from edgespec.asking.request import Effort  # and much that other options do without
 
     efforts = get_args(Effort)
     if value in efforts:

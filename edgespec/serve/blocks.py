@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from edgespec.requests.results import CallPart, Generation, Record
+from edgespec.answering.results import CallPart, Generation, Record
 from edgespec.serve.bodies import response_format, without_foreign
 from edgespec.serve.replies import Json, Reply
 from edgespec_models.errors import RequestError

@@ -16,13 +16,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from edgespec.answering.results import Generation, Record, TokenRecord, ToolCall
+from edgespec.asking.fill import fills
+from edgespec.asking.request import Hole, calls_tools, thoughts_tags
 from edgespec.decoding.schemas import rewritten
 from edgespec.engine import Model
 from edgespec.loading.first_use import Found
 from edgespec.models import Models
-from edgespec.requests.fill import fills
-from edgespec.requests.request import Hole, calls_tools, thoughts_tags
-from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
 from edgespec.serve.blocks import add_call, field_of, text_of
 from edgespec.serve.bodies import ChatBody, EmbeddingBody, Sampling, parse
 from edgespec.serve.completions import Completions, Job
