@@ -12,6 +12,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgespec.answering.results import Generation as Generation
+    from edgespec.answering.results import GenerationStats as GenerationStats
+    from edgespec.answering.results import Record as Record
+    from edgespec.answering.results import SourceStats as SourceStats
+    from edgespec.answering.results import TokenRecord as TokenRecord
+    from edgespec.answering.results import ToolCall as ToolCall
+    from edgespec.asking.request import RequestOptions as RequestOptions
     from edgespec.decoding.draft import Draft as Draft
     from edgespec.decoding.draft import Drafter as Drafter
     from edgespec.decoding.draft import Progress as Progress
@@ -28,19 +35,12 @@ if TYPE_CHECKING:
     from edgespec.loading.options import LoadOptions as LoadOptions
     from edgespec.loading.planning import plan as plan
     from edgespec.models import Models as Models
-    from edgespec.requests.conversation import Conversation as Conversation
-    from edgespec.requests.embedding import EmbeddingOptions as EmbeddingOptions
-    from edgespec.requests.embedding import Embeddings as Embeddings
-    from edgespec.requests.embedding import RerankOptions as RerankOptions
-    from edgespec.requests.embedding import Scores as Scores
-    from edgespec.requests.request import RequestOptions as RequestOptions
-    from edgespec.requests.results import Generation as Generation
-    from edgespec.requests.results import GenerationStats as GenerationStats
-    from edgespec.requests.results import Record as Record
-    from edgespec.requests.results import SourceStats as SourceStats
-    from edgespec.requests.results import TokenRecord as TokenRecord
-    from edgespec.requests.results import ToolCall as ToolCall
-    from edgespec.requests.stream import Stream as Stream
+    from edgespec.running.conversation import Conversation as Conversation
+    from edgespec.running.embedding import EmbeddingOptions as EmbeddingOptions
+    from edgespec.running.embedding import Embeddings as Embeddings
+    from edgespec.running.embedding import RerankOptions as RerankOptions
+    from edgespec.running.embedding import Scores as Scores
+    from edgespec.running.stream import Stream as Stream
     from edgespec_models.errors import BundleError as BundleError
     from edgespec_models.errors import Busy as Busy
     from edgespec_models.errors import Cancelled as Cancelled
@@ -66,11 +66,11 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 _NAMES_BY_HOME = {
     "edgespec.engine": "Model load",
     "edgespec.loading.options": "LoadOptions",
-    "edgespec.requests.stream": "Stream",
-    "edgespec.requests.conversation": "Conversation",
-    "edgespec.requests.embedding": "EmbeddingOptions Embeddings RerankOptions Scores",
-    "edgespec.requests.request": "RequestOptions",
-    "edgespec.requests.results": ("Generation GenerationStats Record SourceStats TokenRecord ToolCall"),
+    "edgespec.running.stream": "Stream",
+    "edgespec.running.conversation": "Conversation",
+    "edgespec.running.embedding": "EmbeddingOptions Embeddings RerankOptions Scores",
+    "edgespec.asking.request": "RequestOptions",
+    "edgespec.answering.results": ("Generation GenerationStats Record SourceStats TokenRecord ToolCall"),
     "edgespec.decoding.draft": "Draft Drafter Progress Step",
     "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",

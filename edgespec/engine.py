@@ -8,11 +8,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, Unpack
 
-from edgespec.decoding.draft import Drafter
-from edgespec.loading.footprint import room_for
-from edgespec.loading.opening import NGRAM, Reference, open_model, open_pair, placed
-from edgespec.loading.options import LoadOptions
-from edgespec.requests.request import (
+from edgespec.answering.results import Generation
+from edgespec.asking.request import (
     Hole,
     Messages,
     Prompt,
@@ -27,11 +24,14 @@ from edgespec.requests.request import (
     thoughts_tags,
     with_options,
 )
-from edgespec.requests.results import Generation
-from edgespec.requests.runner import Runner
-from edgespec.requests.scheduler import Scheduler
-from edgespec.requests.stream import Answers, Stream
-from edgespec.requests.ticket import InProcess, Ticket
+from edgespec.decoding.draft import Drafter
+from edgespec.loading.footprint import room_for
+from edgespec.loading.opening import NGRAM, Reference, open_model, open_pair, placed
+from edgespec.loading.options import LoadOptions
+from edgespec.running.runner import Runner
+from edgespec.running.scheduler import Scheduler
+from edgespec.running.stream import Answers, Stream
+from edgespec.running.ticket import InProcess, Ticket
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress, show_progress
@@ -42,8 +42,8 @@ from edgespec_runtimes.devices import AUTO, Placement
 if TYPE_CHECKING:  # models without a drafter model or a history import none of these
     from edgespec.history.adapting import Adapting
     from edgespec.history.changes import Adaptation, Learner
-    from edgespec.requests.conversation import Conversation
-    from edgespec.requests.embedding import (
+    from edgespec.running.conversation import Conversation
+    from edgespec.running.embedding import (
         EmbeddingOptions,
         Embeddings,
         RerankOptions,
@@ -420,7 +420,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         if self.target.chat_template is None:
             raise RequestError(no_template(self.name))
         Request.single(defaults, self._advice)
-        from edgespec.requests.conversation import Conversation
+        from edgespec.running.conversation import Conversation
 
         return Conversation(self._start, system, **defaults)
 

@@ -15,7 +15,7 @@ from edgespec.engine import Model, load
 from edgespec.loading.footprint import plan_of
 from edgespec.loading.opening import Reference
 from edgespec.loading.options import LoadOptions
-from edgespec.requests.ticket import LOOK_S, InProcess
+from edgespec.running.ticket import LOOK_S, InProcess
 from edgespec_models.bundles.bundle import TOKENIZER, Bundle
 from edgespec_models.errors import Closed, DeviceError, EdgespecError, RequestError
 from edgespec_models.forks import check_process

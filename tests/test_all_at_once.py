@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import History, LoadOptions
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.ngram import ContextTree
@@ -23,6 +22,7 @@ from edgespec.history.use import HistoryUse
 from edgespec.measuring.audit import audit_answers, audit_sampling
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
+from edgespec.running.verifier import Verifier
 from edgespec_runtimes.cost import CostCurve
 from tests.kit.drafters import GREEDY, Timed, model_of, plain
 from tests.kit.native import tiny_native

@@ -30,12 +30,12 @@ from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, R
 from edgespec_models.storage import own_name, write_text
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.ort import lacks_memory
+from tests.export.test_export import NEVER_A_PROCESS
 from tests.kit.downloads import BOTH, CONTENT, FROM_HUB, FROM_INDEX, REPOSITORY, Hub, assert_whole
 from tests.kit.gguf import tiny_gguf
 from tests.kit.histories import OTHERS, SCOPE, delta_of, merge, passage_of, text_of
 from tests.kit.killed import kill_downloads, kill_exports
 from tests.kit.toy import tiny_bundle
-from tests.test_export import NEVER_A_PROCESS
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import edgespec
 from tests.kit.native import tiny_native
 
 UNUSED = (
-    *("edgespec.history", "edgespec.loading.first_use", "edgespec.requests.tool_calls"),
+    *("edgespec.history", "edgespec.loading.first_use", "edgespec.asking.tool_calls"),
     *("edgespec_export", "edgespec_models.downloads", "edgespec_models.graphs"),
     *("edgespec_models.bundles.foreign", "edgespec_models.bundles.foreign_bundle"),
     "edgespec_models.text.chat_template",

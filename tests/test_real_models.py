@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.loading.opening import open_model
+from edgespec.running.verifier import Verifier
 from edgespec_export.graphs.parity import check_parity, find_golden, session_logits
 from edgespec_models.bundles.bundle import Role
 from edgespec_models.downloads.catalog import find

@@ -26,7 +26,7 @@ MESSAGES = [
 def ask(model: Model, *, is_held: bool, speculate: bool) -> Generation:
     """One greedy answer, without what earlier ones left in memory."""
     model.forget(on_disk=False)
-    free = patch("edgespec.requests.runner.begun_form", return_value=None)
+    free = patch("edgespec.running.runner.begun_form", return_value=None)
     with nullcontext() if is_held else free:
         return model.chat(MESSAGES, tools=TOOLS, max_new_tokens=300, speculate=speculate)
 

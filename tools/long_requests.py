@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 import edgespec
-from edgespec.requests import runner
+from edgespec.running import runner
 from tools.arguments import arguments
 from tools.prompt_cache_time import DOCS
 

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 import edgespec
-from edgespec.requests import runner
+from edgespec.running import runner
 from edgespec_models.decoders.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from tools.arguments import arguments

@@ -28,12 +28,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from edgespec.answering.results import Generation, GenerationStats
+from edgespec.asking.request import RequestOptions, encode_chat
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
 from edgespec.measuring.prompts import Prompt, ask, load_prompts
-from edgespec.requests.request import RequestOptions, encode_chat
-from edgespec.requests.results import Generation, GenerationStats
-from edgespec.requests.runner import Runner
+from edgespec.running.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve, ExpertCosts

@@ -15,6 +15,8 @@ from typing import Any, Final
 import typer
 from typer.main import get_command
 
+from edgespec.answering.results import GenerationStats
+from edgespec.asking.request import Request, RequestOptions
 from edgespec.cli.chat import chat
 from edgespec.cli.generate import generate
 from edgespec.cli.options import loading, prompts
@@ -22,8 +24,6 @@ from edgespec.cli.serve import serve
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.loading.footprint import CacheSize, Footprint, Plan
 from edgespec.loading.options import LoadOptions
-from edgespec.requests.request import Request, RequestOptions
-from edgespec.requests.results import GenerationStats
 from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
 from edgespec_models.schema import allowed, described
 from edgespec_runtimes.memory import MachineMemory

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import edgespec
 from edgespec.align.answers import Answer, Answering, number_of
+from edgespec.asking.request import Request, RequestOptions
 from edgespec.loading.opening import check_target, open_model
 from edgespec.measuring.prompts import Prompt, ask
-from edgespec.requests.request import Request, RequestOptions
-from edgespec.requests.stream import Stream
+from edgespec.running.stream import Stream
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 

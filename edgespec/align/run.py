@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.align.answers import Answer, number_of
-from edgespec.requests.request import PromptInput, Request, drafter_tokens
+from edgespec.asking.request import PromptInput, Request, drafter_tokens
 from edgespec_export.align.alignment import Alignment, Codes, Origin
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
 from edgespec_export.sources.open import open_checkpoint

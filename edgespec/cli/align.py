@@ -111,8 +111,9 @@ def align(
     from edgespec.align.answers import read_answers
     from edgespec.align.run import align as run
     from edgespec.align.run import split_texts, torch_device
+    from edgespec.asking.request import Request, RequestOptions
     from edgespec.loading.opening import open_model
-    from edgespec.requests.request import Request, RequestOptions
+    from edgespec_export.align.settings import TrainingOptions
     from edgespec_models.storage import writing
 
     if not answers_only:

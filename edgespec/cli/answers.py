@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from edgespec.requests.results import Generation, GenerationStats, Record
-    from edgespec.requests.stream import Stream
+    from edgespec.answering.results import Generation, GenerationStats, Record
+    from edgespec.running.stream import Stream
     from edgespec_models.text.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ def stream_to_terminal(stream: "Stream", marked: "Tokenizer | None" = None) -> "
     """Print the text as it comes, ending the line. With ``marked``, a terminal shows each token's source."""
     attribution = None
     if marked is not None and output().is_terminal:
-        from edgespec.requests.attribution import Attribution
+        from edgespec.answering.attribution import Attribution
 
         attribution = Attribution(marked)
     ends_line = True

@@ -12,9 +12,9 @@ from edgespec.cli.console import errors, json_text, note, print_json, progress_b
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgespec.requests.conversation import Conversation
-    from edgespec.requests.request import RequestOptions
-    from edgespec.requests.results import Generation
+    from edgespec.answering.results import Generation
+    from edgespec.asking.request import RequestOptions
+    from edgespec.running.conversation import Conversation
     from edgespec_models.text.tokenizer import Tokenizer
 
 

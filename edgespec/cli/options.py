@@ -16,9 +16,9 @@ from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import described
 
 if TYPE_CHECKING:
+    from edgespec.asking.request import Effort, RequestOptions
     from edgespec.engine import Model
     from edgespec.measuring.prompts import Prompt
-    from edgespec.requests.request import Effort, RequestOptions
 
 _MINUTE_S = 90.0
 _FARTHEST = 2**31 - 1  # bounds beyond it say nothing to a reader of the help
@@ -157,8 +157,8 @@ def sampling() -> Group:
 
 def request() -> Group:
     """Options of a request; :func:`request_options` reads them, and ``max_new_tokens``."""
+    from edgespec.asking.request import Request
     from edgespec.decoding.sampling import SamplingParams
-    from edgespec.requests.request import Request
 
     return {
         **sampling(),
@@ -266,7 +266,7 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
     """The value of ``--thinking``."""
     if value in (None, "on", "off"):
         return None if value is None else value == "on"
-    from edgespec.requests.request import Effort  # and much that other options do without
+    from edgespec.asking.request import Effort  # and much that other options do without
 
     efforts = get_args(Effort)
     if value in efforts:

@@ -1,4 +1,4 @@
-"""The decoding loop, and what decides the tokens of an answer: verification, sampling and grammars.
+"""What decides the tokens of an answer: sampling, grammars and schemas; and what a draft is.
 
-The loop asks a source for drafts and knows no kind of source. This room imports no other room.
+This room imports no other room.
 """

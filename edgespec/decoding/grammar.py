@@ -64,7 +64,7 @@ class JsonSchema(Checked):
 
     Annotations and unknown formats are ignored. Keywords that a grammar cannot hold, such as ``uniqueItems``,
     are checked after the answer where that is possible: see ``schema_problems`` of
-    :class:`~edgespec.requests.results.GenerationStats`. The schema may hold llguidance's options as
+    :class:`~edgespec.answering.results.GenerationStats`. The schema may hold llguidance's options as
     ``x-guidance``; ``{"whitespace_flexible": True}`` leaves the spacing to the model.
 
     Attributes:

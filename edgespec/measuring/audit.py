@@ -26,9 +26,9 @@ from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
+    from edgespec.answering.results import Generation
+    from edgespec.asking.request import RequestOptions
     from edgespec.engine import Model
-    from edgespec.requests.request import RequestOptions
-    from edgespec.requests.results import Generation
 
 
 ALPHA: Final = 0.001

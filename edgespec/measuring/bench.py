@@ -21,16 +21,16 @@ from itertools import pairwise, zip_longest
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
+from edgespec.answering.results import Generation, GenerationStats
 from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.prompts import Prompt, ask
-from edgespec.requests.results import Generation, GenerationStats
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import Checked, within
 from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
+    from edgespec.asking.request import RequestOptions
     from edgespec.engine import Model
-    from edgespec.requests.request import RequestOptions
     from edgespec_models.bundles.bundle import Bundle
 
 

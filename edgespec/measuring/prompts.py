@@ -20,9 +20,9 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import Checked, length, read_lines, read_text
 
 if TYPE_CHECKING:
+    from edgespec.asking.request import RequestOptions
     from edgespec.engine import Model
-    from edgespec.requests.request import RequestOptions
-    from edgespec.requests.stream import Stream
+    from edgespec.running.stream import Stream
 
 
 _REMEDY = "Write one JSON object on each line: id or question_id, category, turns"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from edgespec.requests.results import Generation, Record, ToolCall
+from edgespec.answering.results import Generation, Record, ToolCall
 from edgespec.serve.bodies import response_format, without_foreign
 from edgespec.serve.replies import Json, Reply
 from edgespec_models.errors import RequestError

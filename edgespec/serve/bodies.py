@@ -17,9 +17,9 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast
 
 from starlette.requests import Request
 
+from edgespec.asking.call_values import listed, table
+from edgespec.asking.request import RequestOptions
 from edgespec.decoding.grammar import AnyJson, JsonSchema, ResponseFormat
-from edgespec.requests.call_values import listed, table
-from edgespec.requests.request import RequestOptions
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 from edgespec_models.errors import RequestError

@@ -13,14 +13,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from edgespec.answering.attribution import Attribution
+from edgespec.answering.results import Generation
+from edgespec.asking.request import Hole, PromptInput, RequestOptions, text_prompt
 from edgespec.decoding.draft import Progress
 from edgespec.engine import Model
 from edgespec.models import Models
-from edgespec.requests.attribution import Attribution
-from edgespec.requests.embedding import Embeddings, Scores
-from edgespec.requests.request import Hole, PromptInput, RequestOptions, text_prompt
-from edgespec.requests.results import Generation
-from edgespec.requests.stream import Answers, Stream
+from edgespec.running.embedding import Embeddings, Scores
+from edgespec.running.stream import Answers, Stream
 from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, RerankBody, read_body
 from edgespec.serve.metrics import count_of
 from edgespec.serve.options import ServeOptions

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from edgespec.requests.results import Generation
+from edgespec.answering.results import Generation
 from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
 from edgespec.serve.bodies import Body, ChatBody, Effort
 from edgespec.serve.completions import Completions, Job

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgespec.requests.results import GenerationStats
+from edgespec.answering.results import GenerationStats
 
 CLIENT_LEFT = 499
 """Status of requests whose client left. Other servers use it too; HTTP does not define it."""

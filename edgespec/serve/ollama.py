@@ -16,13 +16,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from edgespec.answering.results import Generation, Record, TokenRecord, ToolCall
+from edgespec.asking.fill import fills
+from edgespec.asking.request import Hole, calls_tools, thoughts_tags
 from edgespec.decoding.schemas import rewritten
 from edgespec.engine import Model
 from edgespec.loading.first_use import Found
 from edgespec.models import Models
-from edgespec.requests.fill import fills
-from edgespec.requests.request import Hole, calls_tools, thoughts_tags
-from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
 from edgespec.serve.blocks import add_call, field_of, text_of
 from edgespec.serve.bodies import ChatBody, EmbeddingBody, Sampling, parse
 from edgespec.serve.completions import Completions, Job
@@ -142,16 +142,11 @@ class GenerateBody(_Body):
         if sum(map(bool, (self.raw, self.suffix, self.system))) > 1:
             raise RequestError("raw, suffix and system exclude each other; leave out all but one")
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is a question."""
-        return not (self.raw or self.suffix)
-
     def chat(self) -> ChatBody:
         """The same request as a chat. Raw prompts and fills use its options only."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         chat = self.about([*system, {"role": "user", "content": self.prompt}])
-        return chat if self.is_chat or self.think else replace(chat, reasoning_effort=None)
+        return chat if not (self.raw or self.suffix) or self.think else replace(chat, reasoning_effort=None)
 
     def job(self, reply: Reply) -> Job:
         """The request's job."""

@@ -12,11 +12,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, Self
 
+from edgespec.answering.attribution import Attribution
+from edgespec.answering.results import Generation, Record, SourceStats, TokenRecord, choice_id
 from edgespec.decoding.draft import Progress
 from edgespec.engine import Model
-from edgespec.requests.attribution import Attribution
-from edgespec.requests.embedding import Embeddings, Scores
-from edgespec.requests.results import Generation, Record, SourceStats, TokenRecord, choice_id
+from edgespec.running.embedding import Embeddings, Scores
 from edgespec.serve.problems import Problem
 from edgespec_models.text.tokenizer import Tokenizer
 

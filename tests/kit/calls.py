@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from edgespec.requests.call_reading import CallReader
-from edgespec.requests.results import ToolCall
-from edgespec.requests.tool_calls import format_of
+from edgespec.answering.call_reading import CallReader
+from edgespec.answering.results import ToolCall
+from edgespec.asking.tool_calls import format_of
 from tests.kit.templates import SHOWN
 
 Call = tuple[str, dict[str, Any]]

@@ -11,7 +11,6 @@ from edgespec import Model, RequestOptions, load
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.bridge import Bridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter
@@ -19,6 +18,7 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Prices, Pricing
 from edgespec.drafting.reading import Chain, Prediction, Reader
 from edgespec.drafting.source import Extending, Source
+from edgespec.running.verifier import Verifier
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
+from edgespec.answering.results import Generation, GenerationStats, Record, SourceStats
+from edgespec.asking.request import RequestOptions
 from edgespec.engine import Model
-from edgespec.requests.conversation import Conversation
-from edgespec.requests.request import RequestOptions
-from edgespec.requests.results import Generation, GenerationStats, Record, SourceStats
-from edgespec.requests.stream import Stream
+from edgespec.running.conversation import Conversation
+from edgespec.running.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from edgespec.decoding.draft import Step
 from edgespec.decoding.grammar import AnyJson, Choice, Constraint, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.source import Source
+from edgespec.running.verifier import Verifier
 from tests.kit.toy import ToySession, decode
 
 _WORDS = ("name", "age", "the lazy dog", "na\u00efve", 'a "quote"', "\u65e5\u672c", "\U0001f600", "x\ny")

@@ -17,7 +17,7 @@ from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import U8, GGMLType
 from edgespec_runtimes import cpu
 from edgespec_runtimes.ort import ort
-from tests.test_blocks import HALVES
+from tests.models.test_blocks import HALVES
 
 F64 = npt.NDArray[np.float64]
 Feeds = Mapping[str, npt.NDArray[Any]]

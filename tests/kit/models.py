@@ -7,21 +7,21 @@ from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import cast
 
+from edgespec.answering.answer import Answer
+from edgespec.asking.request import Prompt, Request
 from edgespec.decoding.draft import Clock
-from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
-from edgespec.requests.answer import Answer
-from edgespec.requests.request import Prompt, Request
-from edgespec.requests.runner import Runner
-from edgespec.requests.scheduler import Scheduler
-from edgespec.requests.sequence import Seat
-from edgespec.requests.sequence import Sequence as RunningSequence
-from edgespec.requests.stream import Stream
-from edgespec.requests.ticket import Ticket
+from edgespec.running.runner import Runner
+from edgespec.running.scheduler import Scheduler
+from edgespec.running.sequence import Seat
+from edgespec.running.sequence import Sequence as RunningSequence
+from edgespec.running.stream import Stream
+from edgespec.running.ticket import Ticket
+from edgespec.running.verifier import Verifier
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer

@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 from rich.console import Console
 
+from edgespec.answering.call_reading import CallReader
+from edgespec.asking.request import Request
+from edgespec.asking.tool_calls import Calls, check_tools, format_of
 from edgespec.cli import inspect
 from edgespec.history.manage import History
-from edgespec.requests.call_reading import CallReader
-from edgespec.requests.request import Request
-from edgespec.requests.tool_calls import Calls, check_tools, format_of
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions
 from edgespec_export.sources.checkpoint import Checkpoint

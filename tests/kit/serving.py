@@ -12,11 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
-from edgespec.engine import Model
-from edgespec.history.manage import History
-from edgespec.models import Models
-from edgespec.requests.request import Hole, PromptInput, Request, RequestOptions
-from edgespec.requests.results import (
+from edgespec.answering.results import (
     FinishReason,
     Generation,
     GenerationStats,
@@ -25,7 +21,11 @@ from edgespec.requests.results import (
     TokenRecord,
     ToolCall,
 )
-from edgespec.requests.stream import Answers
+from edgespec.asking.request import Hole, PromptInput, Request, RequestOptions
+from edgespec.engine import Model
+from edgespec.history.manage import History
+from edgespec.models import Models
+from edgespec.running.stream import Answers
 from edgespec.serve import replies
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket

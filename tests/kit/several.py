@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from edgespec import Drafter, LoadOptions, Model
-from edgespec.requests.results import Generation
-from edgespec.requests.stream import Stream
+from edgespec.answering.results import Generation
+from edgespec.running.stream import Stream
 from tests.kit.models import VOCAB, printable, queue_of, runner_of, toy_model
 from tests.kit.toy import F32, ToySession, markov_logits
 

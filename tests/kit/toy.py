@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from edgespec.answering.answer import Answer
+from edgespec.asking.request import Request
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Step
-from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.source import Extending, Source, Wanted
-from edgespec.requests import sequence as requests
-from edgespec.requests.answer import Answer
-from edgespec.requests.request import Request
-from edgespec.requests.ticket import Ticket
+from edgespec.running import sequence as requests
+from edgespec.running.ticket import Ticket
+from edgespec.running.verifier import Verifier
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,

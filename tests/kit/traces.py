@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from edgespec import Choice, LoadOptions, Model, Regex
-from edgespec.requests.stream import Stream
+from edgespec.running.stream import Stream
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session

@@ -1,0 +1,1 @@
+"""What is asked: options, prompts, holes to fill and tools, checked and made tokens."""

@@ -1,0 +1,1 @@
+"""Requests while they run: streams, tickets, the scheduler, sequences and their passes."""

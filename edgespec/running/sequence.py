@@ -1,0 +1,253 @@
+"""The one decoding loop: propose, predict, verify, commit, observe; plain decoding has no drafts."""
+
+from collections import abc
+from dataclasses import dataclass, replace
+
+from edgespec.answering.answer import Answer, TopLogprobs
+from edgespec.answering.results import FinishReason, Record
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Progress, Step
+from edgespec.decoding.sampling import log_probabilities, most_likely
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Prices
+from edgespec.running.ticket import Ticket
+from edgespec.running.verifier import Verifier
+from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.predictions import Floats, Predictions, joined
+from edgespec_runtimes.session import Rows, Session
+
+_FEW = 32  # a pass over at most so many tokens of a prompt also verifies a draft
+_SCORED = 32  # tokens of a prompt in a pass that scores them: rows of logits are long
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A request's sessions; ``drafter`` is None without a drafter, or if it reads one text at a time.
+
+    ``caches`` keep texts that sessions drop.
+    """
+
+    target: Session
+    drafter: Session | None
+    caches: KvStore
+    taken: bool = False
+
+    def free(self) -> None:
+        """Release the seat for another request."""
+        self.taken = False
+
+
+class Sequence:
+    """A running request, a round at a time: :meth:`propose`, a pass over :meth:`rows`, :meth:`advance`.
+
+    Between two rounds the target's cache holds every token but the last, or the part of the prompt that was
+    read. The caller may stop there, and other requests may share the passes. The prompt is read in pieces;
+    the pass over the last piece gives the first token, and verifies a draft if it reads few tokens. The
+    model's thread alone uses it.
+
+    Args:
+        ticket: gets the records and the result.
+        seat: the sessions. Tokens of the prompt in the target's cache are not read again; there must be none
+            for ``prompt_logprobs``.
+        answer: has the tokens, at first of the prompt, at least one.
+        stop: tokens that end the generation. They are committed.
+        checkpoints: lengths of the prompt behind which a pass ends, and the target's states are kept.
+
+    Attributes:
+        session: the target's session.
+        draft: the proposal of this round, of which the pass over :meth:`rows` verifies the beginning.
+        reason: why no further token is wanted: a token of ``stop``, or the length; None if one is.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        seat: Seat,
+        policy: Policy,
+        verify: Verifier,
+        answer: Answer,
+        *,
+        max_draft: int,
+        stop: abc.Collection[int] = (),
+        checkpoints: abc.Sequence[int] = (),
+    ) -> None:
+        request, tokens = ticket.request, answer.tokens
+        self.ticket, self.answer, self.tokens, self.draft = ticket, answer, tokens, NO_DRAFT
+        self.reason: FinishReason | None = "length" if request.max_new_tokens < 1 else None
+        self._seat, self._policy, self._verify = seat, policy, verify
+        self.session = session = seat.target
+        self._end, undone = len(tokens) + request.max_new_tokens, session.model.places.undone
+        self._max_draft = max_draft if undone is None else min(max_draft, undone)
+        self._stop, self._checkpoints, self._drafter_s = stop, checkpoints, 0.0
+        self._features: Floats | None = None  # features of the end of the prompt
+        self._read = 0  # rows of this round's pass
+        held = answer.cached_tokens = session.rewind(session.shared_prefix(tokens[:-1]))
+        self._progress: Progress | None = None  # of a prompt that takes several passes
+        if self.unread >= session.model.piece:
+            self._progress = Progress(len(tokens), held, held, 0.0)
+
+    def begin(self) -> None:
+        """Tell the readers that the request runs."""
+        self.ticket.answer, self.ticket.close = self.answer, self.close
+        if self._progress is not None:
+            self.ticket.put(Record("", (), progress=self._progress))
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens that the target has to read before the prompt's last token."""
+        return len(self.tokens) - 1 - self.session.length
+
+    def prepare(self) -> None:
+        """Have memory for the rows of the next round, so that a lack of it is this request's alone.
+
+        Raises:
+            DeviceError: there is none. The caches of all sessions may be empty then, and are read again.
+        """
+        rows = max(1 + self._max_draft, min(1 + self.unread, self.session.model.piece))
+        self.session.prepare(min(self.session.length + rows, self._end))
+
+    def propose(self, prices: Prices) -> Rows | None:
+        """Begin to draft; the rows that a drafter has to read next, or None if :attr:`draft` is complete."""
+        self.draft, self._drafter_s = NO_DRAFT, 0.0
+        limit = min(self._max_draft, self._end - len(self.tokens) - 1)
+        if limit < 1 or self.unread > _FEW or self._scores:
+            return None
+        began = self.answer.clock()
+        wanted = self._policy.begin(self.tokens, limit, prices)
+        return self._spend(wanted, self.answer.clock() - began)
+
+    def take_drafter(self, predictions: Predictions, passed: Passed) -> Rows | None:
+        """Go on drafting with the predictions for the drafter's rows; returns the next ones, or None."""
+        began = self.answer.clock()
+        wanted = self._policy.take(predictions, passed)
+        return self._spend(wanted, self.answer.clock() - began + passed.share_s)
+
+    def fail_drafter(self, error: Exception) -> Rows | None:
+        """Go on without the pass over the drafter's rows, which failed."""
+        return self._spend(self._policy.fail(error), 0.0)
+
+    def _spend(self, wanted: Rows | Draft, seconds: float) -> Rows | None:
+        self._drafter_s += seconds
+        if isinstance(wanted, Rows):
+            return wanted
+        draft = self._verify.head(wanted)
+        # No token is committed behind the end.
+        self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
+        return None
+
+    @property
+    def _scores(self) -> bool:
+        """Whether this round scores tokens of the prompt."""
+        return self.ticket.request.prompt_logprobs and self.unread > 0
+
+    def rows(self, most: int, drafted: int) -> Rows:
+        """The rows that the target reads in this round: at most ``most`` tokens of a prompt, or the draft.
+
+        At most the first ``drafted`` proposals are verified.
+        """
+        scored = self._scores
+        next_ = min(
+            (place for place in self._checkpoints if place > self.session.length), default=len(self.tokens)
+        )
+        piece = self.tokens[self.session.length : next_][: min(most, _SCORED) if scored else most]
+        begins = len(piece) > self.unread
+        if self.unread:
+            drafted = min(drafted, most - len(piece)) if begins else 0
+        self.draft = self.draft.head(drafted)
+        self._read = len(piece)
+        if begins and not scored:
+            self._read += len(self.draft.tokens)
+            return Rows(self.session, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
+        return Rows(self.session, piece, len(piece) if scored else 0)
+
+    def take(self, predictions: Predictions, passed: Passed) -> Step | None:
+        """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted.
+
+        The time of the pass over a prompt's end does not count as decoding.
+        """
+        features = self._features = joined(self._features, predictions.hidden)
+        if self.ticket.request.prompt_logprobs:
+            predictions = self._scored(predictions)
+        if self.session.length < len(self.tokens) or self.reason is not None:
+            return None
+        began, draft, self._features = self.answer.clock(), self.draft, None
+        try:
+            accepted, token = self._verify(predictions, draft, self.tokens)
+        except EdgespecError as error:
+            if not isinstance(error, RequestError):  # a state that is no number is not kept
+                self.session.rewind(0)
+            raise
+        new, is_stopped = _until_stop((*draft.tokens[:accepted], token), self._stop)
+        scores = ((), ()) if not self.ticket.request.logprobs else self._log_probabilities(predictions, new)
+        self.tokens += new
+        self.session.keep(self._read - len(draft.tokens) + len(new) - 1)
+        if is_stopped or len(self.tokens) >= self._end:
+            self.reason = "stop" if is_stopped else "length"
+        seconds = self._drafter_s + passed.share_s + self.answer.clock() - began
+        times = self._drafter_s, passed.share_s, seconds
+        step = Step(new, draft, min(accepted, len(new)), *times, *scores, passed)
+        if features is not None:  # only the policy keeps features
+            features = features[: len(features) - len(draft.tokens) + accepted]
+        self._policy.observe(step if features is None else replace(step, features=features))
+        return step
+
+    def _scored(self, predictions: Predictions) -> Predictions:
+        """Score the prompt's next tokens, and return the rows that did not score any."""
+        length = self.session.length
+        scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
+        if not scored:
+            return predictions
+        first = length - len(scored) + 1  # scored again, if the cache was emptied for want of memory
+        self.answer.scores[first:] = zip(*self._log_probabilities(predictions, scored), strict=True)
+        return Predictions(predictions.logits[len(scored) :])
+
+    def _log_probabilities(
+        self, predictions: Predictions, tokens: abc.Sequence[int]
+    ) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
+        """Log probabilities of every token that follows, and the most likely ones at its place."""
+        rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
+        own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+        return own, tuple(most_likely(row, self.ticket.request.top_logprobs) for row in rows)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the request goes on."""
+        return self.ticket.result is None
+
+    def advance(self, predictions: Predictions, passed: Passed) -> None:
+        """Put the records of a pass onto the ticket, and end the request if it is complete."""
+        step, session = self.take(predictions, passed), self.session
+        if self._progress is not None:
+            seconds = self.answer.clock() - self.answer.started
+            self._progress = replace(self._progress, read=session.length, seconds=seconds)
+            self.ticket.put(Record("", (), progress=self._progress))
+        is_over = self.reason is not None and self.unread <= 0
+        if not self.answer.rounds and (step or is_over or session.length in self._checkpoints):
+            self._seat.caches.checkpoint(session)
+        if step is not None:
+            self._progress = None
+            self.ticket.put(self.answer.push(step, self.reason))
+            if self.answer.reason is not None:
+                self.ticket.finish()
+        elif is_over:
+            self.stop("length")
+
+    def stop(self, reason: FinishReason) -> None:
+        """End the request early."""
+        self.ticket.put(self.answer.stop(reason))
+        self.ticket.finish()
+
+    def close(self) -> None:
+        """Close the sources and free the seat, once, however the request ended."""
+        try:
+            self._policy.close()
+        finally:
+            self._seat.free()
+
+
+def _until_stop(tokens: tuple[int, ...], stop: abc.Collection[int]) -> tuple[tuple[int, ...], bool]:
+    """The tokens up to the first that ends the generation, included, and whether there is one."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: index + 1], True
+    return tokens, False
