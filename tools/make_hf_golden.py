@@ -4,9 +4,8 @@ Needs torch and transformers. Writes the checkpoints that ``tests/kit/hf.py`` de
 folder, lets transformers read them, and stores ``config.json`` and the logits of some positions in
 ``tests/golden_hf/NAME.npz``, and in ``vectors.npz`` what comes out of some at the last token of some texts,
 which is how models embed, and in ``scores.npz`` the probabilities of rerankers. With cases it stores the
-logits of these alone. With ``--llama-cpp DIR``,
-llama.cpp's sources, it lets their converter make a GGUF file of each instead, and says where those differ
-from what the tests write.
+logits of these alone. With ``--llama-cpp DIR``, llama.cpp's sources, it lets their converter make a GGUF file
+of each instead, or of the cases, and says where those differ from what the tests write.
 """
 
 import argparse
@@ -179,16 +178,17 @@ def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
         base: Any = importlib.import_module("conversion.base")
         base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
         base.TextModel._set_vocab_sentencepiece = base.TextModel._set_vocab_gpt2
-        gemma: Any = importlib.import_module("conversion.gemma")
-        gemma.Gemma4Model.set_vocab = base.TextModel._set_vocab_gpt2
+        for module, kind in (("gemma", "Gemma4Model"), ("glm", "Glm4Model")):  # want tokens of their models
+            family: Any = importlib.import_module(f"conversion.{module}")
+            getattr(family, kind).set_vocab = base.TextModel._set_vocab_gpt2
     converter: Any = importlib.import_module("convert_hf_to_gguf")
     sys.argv = ["convert", str(source), "--outfile", str(made), "--outtype", "f32", *more]
     converter.main()
 
 
-def compare(folder: Path, llama_cpp: Path) -> None:
+def compare(folder: Path, llama_cpp: Path, cases: Iterable[str]) -> None:
     """Say where the converter's files differ from the tests'."""
-    for case in GGUF_CASES:
+    for case in cases:
         config = config_of(case)
         if config["model_type"] == "lfm3":  # llama.cpp b11434 lacks it
             continue
@@ -227,15 +227,15 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if args.cases:
+        if args.llama_cpp is not None:
+            compare(Path(folder), args.llama_cpp, args.cases or GGUF_CASES)
+        elif args.cases:
             store(Path(folder), args.cases)
-        elif args.llama_cpp is None:
+        else:
             store(Path(folder))
             store_vectors(Path(folder))
             store_scores(Path(folder))
             store_assistants(Path(folder))
-        else:
-            compare(Path(folder), args.llama_cpp)
 
 
 if __name__ == "__main__":

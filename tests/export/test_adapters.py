@@ -93,6 +93,21 @@ def test_several_have_scales_and_add_up(tmp_path: Path) -> None:
         assert " times 1 " in named.changes["adapters"]
 
 
+@pytest.mark.parametrize("base", ["folder", "gguf"])
+@pytest.mark.parametrize("name", ["ernie45", "glm4"])
+def test_rows_stay_where_both_forms_of_files_have_one_order(tmp_path: Path, name: str, base: str) -> None:
+    source = checkpoint(tmp_path / "m", name)
+    if base == "gguf":
+        source = gguf_of(name).write(tmp_path / "m.gguf")
+    adapter = write_adapter(tmp_path / "a", "plain")
+    a, b = np.ones((2, 64), np.float32), np.arange(256, dtype=np.float32).reshape(128, 2)
+    stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    write_safetensors(adapter / FILE, {f"{stem}A.weight": a, f"{stem}B.weight": b})
+    with open_checkpoint(source) as plain, open_checkpoint(source, adapters=[str(adapter)]) as adapted:
+        change = adapted.values("layers.0.q") - plain.values("layers.0.q")
+    np.testing.assert_allclose(change, 4 / 2 * b @ a, atol=1e-4)
+
+
 def test_weights_of_the_base_in_a_file_are_passed_over(tmp_path: Path) -> None:
     source, adapter = checkpoint(tmp_path / "m", "llama"), tmp_path / "a"
     write_adapter(adapter, "plain")

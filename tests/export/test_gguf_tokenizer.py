@@ -253,6 +253,13 @@ def test_known_marks_need_no_template() -> None:
     assert tok.encode("<|im_start|>", special=True) == [1] and 1 not in tok.encode("<|im_start|>")
 
 
+def test_a_call_of_glm4_ends_the_answer() -> None:
+    """Directories state three ends, files of llama.cpp's converter two of them."""
+    texts, types = listed("gpt2", "tokens", "<|observation|>"), listed("gpt2", "token_type")
+    source = changed("gpt2", tokens=texts, token_type=[*types, 3], eot_token_id=2)
+    assert special_tokens(source).eos[-1] == len(texts) - 1
+
+
 def test_a_tag_of_html_is_no_end_unless_the_file_says_so() -> None:
     texts, types = listed("gpt2", "tokens", "</s>"), listed("gpt2", "token_type")
     for type_, end, expected in ((4, 2, False), (3, 2, True), (1, len(texts) - 1, True)):

@@ -197,6 +197,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_yarn": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False, "rope_scaling": _YARN},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 32, "attention_bias": True},
     "ernie45": {"model_type": "ernie4_5", "head_dim": 32, "tie_word_embeddings": True},
+    "glm4": {"model_type": "glm4", "head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
     "granite": _GRANITE,
     "qwen35": _QWEN35,
     "qwen35_equal": {
@@ -431,7 +432,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
             shaped |= _experts(config)
         tensors |= {f"{prefix}{name}": shape for name, shape in shaped.items()}
-        if kind in ("qwen2", "gpt_oss", "seed_oss"):
+        if kind in ("qwen2", "gpt_oss", "seed_oss", "glm4"):
             rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
             tensors |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
     return tensors
@@ -559,6 +560,10 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             for name, rows in zip("qkv", (query * (1 + kind.startswith("qwen3_5")), kv, kv), strict=True)
         }
         tensors |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
+    if kind == "glm4":
+        tensors |= dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), (hidden,))
+        del tensors["mlp.gate_proj"], tensors["mlp.up_proj"]
+        tensors["mlp.gate_up_proj"] = (2 * mlp, hidden)
     if kind == "granitemoehybrid":
         tensors = {name: shape for name, shape in tensors.items() if not name.startswith("mlp.")}
         mlp = config["shared_intermediate_size"]

@@ -241,6 +241,22 @@ def test_every_name_belongs_to_one_family() -> None:
     assert named("a family that nobody has") is None
 
 
+def test_files_of_a_glm4_that_sees_are_refused(tmp_path: Path) -> None:
+    """Their converter moves the rows of queries and keys."""
+    model = gguf_of("glm4")
+    model.metadata["glm4.rope.dimension_sections"] = [4, 2, 2, 0]
+    path = model.write(tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"m\.gguf has rope\.dimension_sections.* GLM-4-0414"):
+        open_checkpoint(path)
+
+
+def test_a_glm4_rotates_half_a_head_unless_it_states_another_part() -> None:
+    config = {key: value for key, value in config_of("glm4").items() if key != "partial_rotary_factor"}
+    stated = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+    for more, width in ((dict[str, Any](), 16), (stated, 32)):
+        assert read_config(Facts({**config, **more}, "config.json")).rope.width == width
+
+
 @pytest.mark.parametrize("stated", [{"granitemoe.expert_count": 0}, {}])
 def test_a_dense_granite_may_bear_the_name_of_those_with_experts(
     stated: dict[str, int], tmp_path: Path

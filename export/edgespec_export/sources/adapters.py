@@ -232,6 +232,6 @@ def _parts(path: Path, change: _Change, base: Checkpoint) -> Iterator[tuple[str,
     for name, (rows, _) in zip(names, shapes, strict=True):
         b = change.b[start : start + rows]
         start += rows
-        if config.rope.interleaved and name.endswith((".q", ".k")):
+        if base.family.neighbours and config.rope.interleaved and name.endswith((".q", ".k")):
             b = _for_neighbours(b, config)
         yield name, b

@@ -179,7 +179,8 @@ class GGUFCheckpoint(Checkpoint):
             )
         with naming(where):
             turned = turning(tuple(factors)) if factors else {}
-            return replace(config, rope=replace(rope, interleaved=family.neighbours, **turned))
+            order = family.neighbours or rope.interleaved
+            return replace(config, rope=replace(rope, interleaved=order, **turned))
 
     def _scaling(self, own: Mapping[str, object]) -> dict[str, object]:
         """The scaling of rotary embeddings, with the keys of a ``config.json``."""

@@ -16,6 +16,7 @@ from edgespec_models.families.gemma2 import GEMMA2
 from edgespec_models.families.gemma3 import GEMMA3
 from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from edgespec_models.families.gemma4_assistant import ASSISTANT, GEMMA4_ASSISTANT
+from edgespec_models.families.glm4 import GLM4
 from edgespec_models.families.gpt_oss import GPT_OSS
 from edgespec_models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
@@ -39,7 +40,7 @@ MODELS: Final = (
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
-    *(SEED_OSS, ERNIE45),
+    *(SEED_OSS, ERNIE45, GLM4),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""

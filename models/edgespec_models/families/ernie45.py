@@ -1,7 +1,5 @@
 """ERNIE 4.5, dense: neighbouring elements of a head are rotated, in directories too."""
 
-from dataclasses import replace
-
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.family import Family
 from edgespec_models.families.reading import expect, trunk
@@ -10,15 +8,14 @@ from edgespec_models.files.facts import Facts
 
 def _read(facts: Facts, family: Family) -> Transformer:
     expect(facts, family, "use_bias", value=False)
-    made = trunk(facts, family)
-    return replace(made, rope=replace(made.rope, interleaved=True))
+    return trunk(facts, family)
 
 
 ERNIE45 = Family(
     name="ernie4_5",
     hub=("ernie4_5",),
     gguf="ernie4_5",
-    neighbours=True,
+    interleaved=True,
     theta=5e5,
     defaults={
         "head_dim": 128,

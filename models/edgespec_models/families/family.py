@@ -37,6 +37,8 @@ class Family(NamedTuple):
         partial: whether ``partial_rotary_factor`` counts; others have it of a model that they came from.
         neighbours: whether GGUF files have the rows of queries and keys in the order for rotations of
             neighbouring elements.
+        interleaved: whether neighbouring elements rotate together in directories too, and so the rows have
+            one order everywhere.
         windowed: whether a sliding window needs no switch.
         pattern: with a sliding window, by default every n-th layer sees the whole context; 0 for no pattern.
         local_theta: default base of the rotary embedding in windowed layers, which is never scaled; 0 for the
@@ -76,6 +78,7 @@ class Family(NamedTuple):
     theta: float = 1e4
     partial: bool = False
     neighbours: bool = False
+    interleaved: bool = False
     windowed: bool = False
     pattern: int = 0
     local_theta: float | None = None

@@ -40,12 +40,15 @@ def rope_of(facts: Facts, family: Family, head_dim: int, local_dim: int | None) 
     theta = parameters.positive("rope_theta", facts.positive("rope_theta", family.theta))
     local_theta = facts.positive("rope_local_base_freq", family.local_theta or theta)
     fields: dict[str, Any] = {"context_length": context}
-    rope: dict[str, Any] = {"theta": theta, "width": width, "pairs": width // 2}
+    order = family.interleaved
+    rope: dict[str, Any] = {"theta": theta, "width": width, "pairs": width // 2, "interleaved": order}
     if family.local_theta is not None:
         own = local_dim or width
         local_theta = local.positive("rope_theta", local_theta)
         with naming(facts.where):
-            fields["local_rope"] = Rope(name="rope_local", theta=local_theta, width=own, pairs=own // 2)
+            fields["local_rope"] = Rope(
+                name="rope_local", theta=local_theta, width=own, pairs=own // 2, interleaved=order
+            )
     if proportional:
         rope["pairs"] = int(head_dim * share // 2)
     else:

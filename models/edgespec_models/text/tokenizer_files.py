@@ -24,7 +24,7 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 END_OF_GENERATION = (
     *("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>"),
     *("<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "</s>"),
-    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|observation|>"),
 )
 """Texts of control tokens that end generation."""
 
