@@ -407,6 +407,8 @@ def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 _WITHOUT_ROTARY_DIM = (
+    "seed_oss",
+    "ernie4_5",
     "qwen2",
     "qwen3",
     "qwen3_moe",

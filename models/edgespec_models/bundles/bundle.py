@@ -173,7 +173,7 @@ class Manifest:
         choices: whether the graph returns the most likely columns.
         operators: of a graph of any shape: ``edgespec`` for its own kernels, ``standard`` for ONNX Runtime's.
         embedding: how texts become vectors; None for other models.
-        ranking: how texts get scores for a query; None for other models, and left out of the file.
+        ranking: how texts get scores for a query; None for other models.
         sampling: the sampling that the model's files advise; None if they advise none.
     """
 
@@ -258,8 +258,6 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         value = {"format_version": FORMAT_VERSION, **asdict(self)}
-        if self.ranking is None:  # earlier versions of this format do not know it
-            del value["ranking"]
         return value | {_DIGEST: _digest(value)}
 
     @classmethod
