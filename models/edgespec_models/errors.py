@@ -31,9 +31,8 @@ class EdgespecError(Exception):
     """
 
     def __init__(self, problem: str = "", field: str = "") -> None:
-        self.problem, self.field = problem, field
-        message = f"{field} {problem}" if field else problem
-        super().__init__(_cut(_UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], _cut(message))))
+        self.problem, self.field = problem, _printable(field)
+        super().__init__(_printable(f"{field} {problem}" if field else problem))
 
 
 class ModelFileError(EdgespecError):
@@ -131,6 +130,10 @@ def shell_word(word: object) -> str:
         return shlex.quote(str(word))
     text = re.sub('["$%`]', "?", str(word))  # within the quotes of both shells these still mean something
     return text if re.fullmatch(r"[\w.:\\/+-]+", text) else f'"{text}"'
+
+
+def _printable(text: str) -> str:
+    return _cut(_UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], _cut(text)))
 
 
 def _cut(text: str) -> str:

@@ -125,6 +125,10 @@ class Turns(RuleBasedStateMachine):
         self.driven = Driven(self.model)
         self.patch.setattr(runner_of(self.model), "write_behind", self.tidy)
         self.entries, self.shared = list[Entry](), Own()
+        self.other = Driven(
+            toy_model(Fragile(LAW, several=True).session(), options=LoadOptions(parallel=2), bundle=self.toy)
+        )
+        self.of_other = list[Entry]()
         self.talks: list[Conversation] = [self.model.conversation() for _ in range(2)]
         self.said: list[list[dict[str, str]]] = [[], []]
         self.is_held = self.is_closed = self.has_dropped = False
@@ -230,6 +234,31 @@ class Turns(RuleBasedStateMachine):
 
         return cancelled
 
+    @rule(prompt=st.sampled_from(PROMPTS), options=options, count=st.integers(0, 4), shares=st.booleans())
+    def ask_another_model(self, prompt: str, options: dict[str, Any], count: int, shares: bool) -> None:
+        """Of the same process; it may have the same drafter of an app. No event of the first concerns it."""
+        options = {**options, "seed": 3}
+        more: dict[str, Any] = {"drafter": self.shared} if shares else {}
+        stream = self.other.queue(self.other.model.stream(prompt, **options, **more))
+        self.of_other.append(Entry(stream, prompt, options))
+        self.turn_other(count)
+
+    def turn_of(self, driven: Driven) -> int:
+        """A turn: without memory none begins beside those that run, and one does where none runs."""
+        before = sum(driven.taken)
+        ran = driven.turn()
+        if self.kept_bytes == MANY:
+            assert sum(driven.taken) <= max(1, before)
+        return ran
+
+    def turn_other(self, count: int) -> None:
+        for _ in range(count):
+            waiting = [entry for entry in self.of_other if not entry.ended]
+            assert self.turn_of(self.other) > 0 or not waiting
+            for entry in waiting:
+                if entry.stream is not None and entry.stream.ended:
+                    self.check(entry, entry.stream)
+
     @precondition(lambda self: self.live)
     @rule(count=st.integers(1, 6))
     def turn(self, count: int) -> None:
@@ -241,7 +270,7 @@ class Turns(RuleBasedStateMachine):
                 return  # it would wait
             before, written = self.expected(), {id(a): self.length(a) for a in self.entries}
             leaving, live = [entry for entry in self.running if self.has_to_end(entry)], self.live
-            ran, self.has_dropped = self.driven.turn(), False
+            ran, self.has_dropped = self.turn_of(self.driven), False
             self.see_who_lacks_room(live)
             if before is not None and not self.is_held:
                 assert ran == before
@@ -440,6 +469,9 @@ class Turns(RuleBasedStateMachine):
             self.drafter.fails = ""
         while self.driven.turn():
             self.check_ends()
+        while not all(entry.ended for entry in self.of_other):
+            self.turn_other(1)
+        self.other.close()
         assert all(entry.ended for entry in self.entries)
         assert not any(self.driven.taken)
         if not self.is_closed:

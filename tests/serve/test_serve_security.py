@@ -242,6 +242,7 @@ def test_a_lone_surrogate_is_told_with_its_field(
     reply = ask(url, path, {"model": "served"} | more)
     assert reply.status == 400
     assert reply.error.startswith(f"{place} has a lone surrogate, U+D800, at position 2: half of a character")
+    assert path.startswith("/v1/messages") or reply.json["error"]["param"] == place
 
 
 def test_whole_characters_may_be_spelled_by_halves(url: str) -> None:
