@@ -31,7 +31,7 @@ import numpy as np
 from edgespec.answering.results import Generation, GenerationStats
 from edgespec.asking.request import RequestOptions, encode_chat
 from edgespec.engine import LoadOptions, Model
-from edgespec.loading.opening import Loaded, Running
+from edgespec.loading.opening import Loaded, TimedModel
 from edgespec.measuring.prompts import Prompt, ask, load_prompts
 from edgespec.running.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
@@ -39,7 +39,7 @@ from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve, ExpertCosts
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.discovery import place
-from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.graph_io import NativeModel
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Logits, Predictions
 from edgespec_runtimes.session import Rows, Session
@@ -161,7 +161,7 @@ class Recorded:
         return costs.read_s * (self.experts_read - costs.expected(rows))
 
 
-class Priced(OwnModel):
+class Priced(NativeModel):
     """A drafter whose passes take the given time, and compute only what the memo lacks.
 
     A session of its own computes; those of the engine hold tokens alone.
@@ -247,7 +247,7 @@ def replayed(
     behind, overlap = [int(n) for n in args.behind.split(",")], float(args.experts.rpartition(",")[2] or 1.0)
     session = Recorded(target.config.vocab_size, curve, clock, behind, overlap)
     known = curve_of(args.target_ms) if args.blind else curve
-    loaded = Loaded(Running(target, cast(Any, session), known, place(target)))
+    loaded = Loaded(TimedModel(target, cast(Any, session), known, place(target)))
     # What these sessions say does not lie in KV caches: there is nothing to put aside.
     options = LoadOptions(max_draft=args.max_draft, cache_bytes=0, prompt_cache_bytes=0)
     with shelve.open(str(args.memo)) as memo:
@@ -255,7 +255,7 @@ def replayed(
             curve = curve_of(args.drafter_ms)
             small = Priced(drafter, CpuOptions(exact_rows=False), (curve, clock, memo)).opened(True)
             same = drafter.tokenizer.matches(target.tokenizer)
-            loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
+            loaded = Loaded(loaded.target, TimedModel(drafter, small, curve, place(drafter)), same)
         with Model(Runner(loaded, options, clock=clock)) as model:
             yield model, session
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from edgespec.answering.results import Record, ToolCall
-from edgespec_models.text.thoughts import Place
+from edgespec_models.text.thoughts import ThoughtState
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:  # only answers with thoughts or tools need these
@@ -30,7 +30,7 @@ class AnswerReader:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        place: Place | None = None,
+        place: ThoughtState | None = None,
         calls: "CallReader | None" = None,
         fill: "FillReader | None" = None,
         *,
@@ -109,7 +109,7 @@ class AnswerReader:
                 if self._calls is not None and self._calls.thinks:
                     shown, self._parts = self._calls.push(self.thoughts[-1])
                     if self._parts:  # what is shown stands behind the call
-                        self.thoughts[-1], self._place = "", Place(place.tags, "text")
+                        self.thoughts[-1], self._place = "", ThoughtState(place.tags, "text")
                         self._calls.thinks = False
                         return begun + shown.encode(), tokens[at + 1 :]
                     if not behind.thinks:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Ji
     from edgespec.asking.tool_calls import Form
     from edgespec.drafting.prediction import PredictedText
     from edgespec_models.text.chat_template import ChatTemplate
-    from edgespec_models.text.thoughts import Place, Tags
+    from edgespec_models.text.thoughts import Tags, ThoughtState
     from edgespec_models.text.tokenizer import Tokenizer
 
 
@@ -305,7 +305,7 @@ class Prompt(NamedTuple):
 
     target: list[int]
     drafter: list[int] | Exception
-    place: "Place | None"
+    place: "ThoughtState | None"
     hole: Hole | None = None
     prediction: "PredictedText | None" = None
     record: bytes | None = None
@@ -423,7 +423,7 @@ def calls_tools(bundle: Bundle) -> bool:
     return template is not None and "tools" in template.arguments and form_of(bundle) is not None
 
 
-def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "Place | None":
+def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "ThoughtState | None":
     """The place at the beginning of the answer to ``prompt``; None if it has no thoughts."""
     tags = None if isinstance(prompt, str) else thoughts_tags(bundle)
     if tags is None:

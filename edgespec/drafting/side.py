@@ -10,7 +10,7 @@ from edgespec.drafting.pricing import USUAL_TOKENS
 from edgespec.drafting.rates import Rate
 from edgespec.drafting.reading import Chain, Reader
 from edgespec.drafting.source import Source
-from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
+from edgespec.loading.opening import DRAFTER_READING_ROWS, TimedModel
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
@@ -24,7 +24,9 @@ _GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays
 class DrafterSide:
     """The drafter of a target: a model that reads the text, or a head that reads the target's states."""
 
-    def __init__(self, target: Bundle, running: Running, *, same_vocabulary: bool, caches: KvStore) -> None:
+    def __init__(
+        self, target: Bundle, running: TimedModel, *, same_vocabulary: bool, caches: KvStore
+    ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
         self._row_s = running.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS  # of a prompt
         self._target, self._same_vocabulary, self._caches = target, same_vocabulary, caches

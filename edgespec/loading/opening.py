@@ -48,7 +48,7 @@ _RECHECKED_ROWS = 8  # at most, because passes over more rows would delay the lo
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class TimedModel:
     """A running model and the costs of its passes.
 
     ``placed`` is where it was to run, and why. ``remembered`` says whether the curve is an earlier load's,
@@ -71,8 +71,8 @@ class Running:
 class Loaded:
     """A target and its drafter."""
 
-    target: Running
-    drafter: Running | None = None
+    target: TimedModel
+    drafter: TimedModel | None = None
     same_vocabulary: bool = False
 
 
@@ -212,7 +212,7 @@ def open_one(
     rows: Sequence[int],
     *,
     progress: ProgressCallback = ignore_progress,
-) -> Running:
+) -> TimedModel:
     """Load one model. Its curve has a point for each number of ``rows`` that fits in its context."""
     with closed_on_failure() as opened:
         return _open(bundle, options, opened)(rows, progress)
@@ -265,7 +265,7 @@ def _open(
     opened: list[Session],
     where: Placement | None = None,
     read_layers: Sequence[int] = (),
-) -> Callable[..., Running]:
+) -> Callable[..., TimedModel]:
     """Open a session into ``opened``, which closes it; returns the function that times its passes."""
     place = where or placed(bundle)
     conditions = conditions_of(bundle, options, place.device)
@@ -284,10 +284,10 @@ def _open(
         session = open_static(bundle, place.device, options, row_exact=row_exact)
     opened.append(session)
 
-    def timed(rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
+    def timed(rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> TimedModel:
         fitting = [n for n in rows if n <= bundle.config.context_length // 2]
         curve, remembered = _curve(session, fitting, conditions, known, progress)
-        return Running(bundle, session, curve, place, remembered)
+        return TimedModel(bundle, session, curve, place, remembered)
 
     return timed
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec.decoding.grammar import Allowed, Constraint
-from edgespec_models.text.thoughts import Place, tag_tokens
+from edgespec_models.text.thoughts import ThoughtState, tag_tokens
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 _BUDGETS: Final = {"minimal": 256, "low": 1024, "medium": 4096}  # where the template knows no efforts
@@ -17,7 +17,7 @@ _BUDGETS: Final = {"minimal": 256, "low": 1024, "medium": 4096}  # where the tem
 class _At(NamedTuple):
     """The state of an answer: its place, the number of tokens of the tag or the thoughts, and its text."""
 
-    place: Place
+    place: ThoughtState
     length: int = 0
     text: tuple[int, ...] = ()
 
@@ -34,7 +34,7 @@ class ThoughtsFirst(Constraint):
 
     def __init__(
         self,
-        place: Place,
+        place: ThoughtState,
         tokenizer: Tokenizer,
         ends: Collection[int],
         *,
@@ -119,7 +119,7 @@ class ThoughtsFirst(Constraint):
         place, count, text = at
         may_open = self._grammar is None or count or token == self._opens
         if place.has_text or not (place.thinks or may_open):
-            return _At(Place(place.tags, "text"), 0, (*text, token))
+            return _At(ThoughtState(place.tags, "text"), 0, (*text, token))
         following, _, _ = place.read_token(token, self._tokenizer)
         return _At(following, 0 if following.thinks and not place.thinks else count + 1, text)
 
@@ -131,7 +131,7 @@ class ThoughtsFirst(Constraint):
 
 
 def with_thoughts(
-    place: Place,
+    place: ThoughtState,
     tokenizer: Tokenizer,
     ends: Collection[int],
     thinking: bool | int | str | None,

@@ -87,7 +87,7 @@ class ResponsesBody(Body):
             reasoning_effort=self.reasoning.effort,
         )
 
-    def chat_messages(self, kept: "Kept") -> list[Json]:
+    def chat_messages(self, kept: "ResponseStore") -> list[Json]:
         """The input as messages of a chat. References lead to items of ``kept`` responses."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
@@ -127,7 +127,7 @@ def _add_call(messages: list[Json], item: Mapping[str, Any], where: str) -> None
         UNUSED.info("requests have items of the type %s, which no model here is shown", shown(kind))
 
 
-class Kept:
+class ResponseStore:
     """Responses with their chats, kept for a number of seconds and bytes of JSON. The oldest go first."""
 
     def __init__(
@@ -188,7 +188,7 @@ class ResponseReply(BlockReply):
 
     body: ResponsesBody
     messages: list[Json]
-    kept: Kept
+    kept: ResponseStore
     sent: int = 0
     is_cut: bool = False  # the last block
 
@@ -294,7 +294,7 @@ class Responses:
     """The paths below ``/v1/responses``; ``completions`` asks the model."""
 
     def __init__(self, completions: Completions) -> None:
-        self._completions, self.kept = completions, Kept()
+        self._completions, self.kept = completions, ResponseStore()
 
     async def create(self, request: Request) -> Response:
         """``POST /v1/responses``."""

@@ -109,7 +109,7 @@ def _write(
     """
     with _open(source, options) as checkpoint:
         if not options.native:
-            checkpoint.end_where_queries_grow()
+            checkpoint.shorten_context()
         kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
         config = checkpoint.config
         write_texts(checkpoint, folder, options.chat_template)
@@ -178,7 +178,7 @@ def _ranges(
     if options.device is None:
         return None
     with _open(source, options) as checkpoint:
-        checkpoint.end_where_queries_grow()
+        checkpoint.shorten_context()
         return measure_ranges(checkpoint, options.calibration, folder / "ranges", progress)
 
 

@@ -24,7 +24,7 @@ from edgespec_models.bundles.graph_contract import Part, stream_name
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import Checked, one_of, within
 from edgespec_models.storage import prompts_name
-from edgespec_runtimes.graph_io import ForeignModel, OwnModel
+from edgespec_runtimes.graph_io import ForeignModel, NativeModel
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, open_session, ort
 from edgespec_runtimes.own_thread import OwnThread
@@ -120,7 +120,7 @@ def open_cpu(
     session = open_graph(bundle.graph, options, native=native, streams=streams)
     if not bundle.tensors.own:
         return ForeignModel(session, bundle, chunk=chunk, exact_rows=exact).opened(row_exact)
-    model = OwnModel(session, bundle, chunk=chunk, exact_rows=exact, read_layers=read_layers)
+    model = NativeModel(session, bundle, chunk=chunk, exact_rows=exact, read_layers=read_layers)
     if not native:
         return model.opened(row_exact)
     if not model.takes_several:
@@ -143,7 +143,7 @@ def _prompt_key(bundle: Bundle) -> str:
     return f"{prompts_name(bundle.manifest.name)}-{digest[:16]}"
 
 
-def _check_shapes(model: OwnModel, graph: Path) -> None:
+def _check_shapes(model: NativeModel, graph: Path) -> None:
     """Run a pass over no tokens, in which operators compare their shapes and read no weights."""
     try:
         model.reserve(Stretch(), 0)

@@ -29,7 +29,7 @@ from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
-from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.graph_io import NativeModel
 from edgespec_runtimes.kv_cache import KVBuffers, Memory, Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 from edgespec_runtimes.own_thread import OwnThread
@@ -68,7 +68,7 @@ def open_cuda(
     return CudaModel(session, bundle, chunk=chunk, memory=memory).opened(row_exact)
 
 
-class CudaModel(OwnModel):
+class CudaModel(NativeModel):
     """A graph whose passes of few tokens are captured.
 
     ONNX Runtime keeps captured graphs, and the handles of CUDA's libraries, for each thread that runs passes,

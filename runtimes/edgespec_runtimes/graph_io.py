@@ -33,7 +33,7 @@ from edgespec_runtimes.kv_cache import GrowingCache, KVBuffers, Memory, Stretch,
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
 from edgespec_runtimes.predictions import DevicePredictions, Floats, Hidden, Predictions
 from edgespec_runtimes.session import LoadedModel
-from edgespec_runtimes.states import Places, States
+from edgespec_runtimes.states import ResumePoints, States
 
 _MAX_KEPT_BINDINGS = 32
 _LOGITS_BYTES = 32 << 20
@@ -134,7 +134,7 @@ class _GraphModel(LoadedModel):
         return lambda some: Predictions(bound[some].astype(np.float32, copy=False))
 
 
-class OwnModel(_GraphModel):
+class NativeModel(_GraphModel):
     """A graph that edgespec built.
 
     It has logits of the wanted rows, and writes a cache with spare room in place, so a binding serves every
@@ -183,7 +183,7 @@ class OwnModel(_GraphModel):
         self.lent = tuple(tensor.input for tensor in target_tensors)
         layout = target_tensors or [tensor for tensor in kept if tensor.per != "sequence" or not has_slots]
         self.cache = BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)
-        self.states, self.places = States(kept), Places.of(kept)
+        self.states, self.places = States(kept), ResumePoints.of(kept)
 
     @property
     def kv_bytes(self) -> int:
@@ -314,7 +314,7 @@ class ForeignModel(_GraphModel):
     """
 
     def __init__(self, session: Any, bundle: Bundle, *, chunk: int, exact_rows: bool) -> None:
-        """Bind nothing yet; ``exact_rows`` is as in :class:`OwnModel`."""
+        """Bind nothing yet; ``exact_rows`` is as in :class:`NativeModel`."""
         super().__init__(session, bundle, chunk=chunk)
         self._pairs, kept = exact_rows, bundle.manifest.kept
         self.copies_cache = self._grows(kept)

@@ -53,7 +53,7 @@ class Stretch:
     """A sequence's part of a KV cache: its tokens, its blocks, and its room in tokens.
 
     ``fresh`` is the number of last tokens from the last pass, if nothing was changed since. Its states lie in
-    ``slot``, ``behind`` this many of the tokens (:class:`edgespec_runtimes.states.Places`).
+    ``slot``, ``behind`` this many of the tokens (:class:`edgespec_runtimes.states.ResumePoints`).
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -31,7 +31,7 @@ _APART: Final = 64
 """The least tokens between checkpoints: reading them takes much longer than a pass and the copy."""
 
 
-class _Place(NamedTuple):
+class _BlockKey(NamedTuple):
     """The identity of a block: the model, the name of the block before it or the key, its tokens."""
 
     model: LoadedModel
@@ -48,7 +48,7 @@ class _Sources:
     """The places of a text's blocks: memory, as ``known``, or ``files``."""
 
     def __init__(
-        self, text: Sequence[_Place], known: Mapping[_Place, Saved], files: BlockFiles | None
+        self, text: Sequence[_BlockKey], known: Mapping[_BlockKey, Saved], files: BlockFiles | None
     ) -> None:
         self._text, self.known, self.files = text, known, files
         self._whole = sum(len(place.tokens) == BLOCK for place in text)
@@ -74,12 +74,12 @@ class _Sources:
             count, saved = (count, saved) if of_file is None else (BLOCK, of_file)
         return None if saved is None or not count else (place.tokens[:count], saved)
 
-    def checkpoint(self, at: int) -> _Place:
+    def checkpoint(self, at: int) -> _BlockKey:
         """The checkpoint behind this many blocks."""
         last = self._text[-1]
-        return _Place(last.model, self._text[at].before if at < len(self._text) else last.name, ())
+        return _BlockKey(last.model, self._text[at].before if at < len(self._text) else last.name, ())
 
-    def _in_memory(self, at: int) -> tuple[int, _Place | None]:
+    def _in_memory(self, at: int) -> tuple[int, _BlockKey | None]:
         """A block that begins like the text's block, and the number of shared tokens."""
         place = self._text[at]
         if place in self.known:
@@ -104,10 +104,10 @@ class KvStore:
     def __init__(self, budget: int, files: BlockFiles | None = None) -> None:
         self._budget, self._files = budget, files
         self.nbytes = 0
-        self._blocks = dict[_Place, Saved]()  # the least recently used first
+        self._blocks = dict[_BlockKey, Saved]()  # the least recently used first
         self._readers = list[Session]()  # sessions whose texts are to be written
-        self._unwritten = list[list[_Place]]()  # texts in memory that are to be written
-        self._private = set[_Place]()  # checkpoints in memory of texts that are not to be written
+        self._unwritten = list[list[_BlockKey]]()  # texts in memory that are to be written
+        self._private = set[_BlockKey]()  # checkpoints in memory of texts that are not to be written
 
     @property
     def problem(self) -> str | None:
@@ -207,7 +207,7 @@ class KvStore:
         if on_disk and self._files is not None:
             self._files.forget(model.prompt_key)
 
-    def _known(self, text: Sequence[_Place], beside: Sequence[Session]) -> dict[_Place, Saved]:
+    def _known(self, text: Sequence[_BlockKey], beside: Sequence[Session]) -> dict[_BlockKey, Saved]:
         """Blocks of a text in memory, which count as used now, and others behind the same beginnings.
 
         Blocks of sessions ``beside`` are among them.
@@ -275,7 +275,7 @@ class KvStore:
 
     def _put_aside(self, session: Session) -> None:
         """Keep the text of ``session``, or its beginning as far as the budget has room."""
-        kept = dict[_Place, Saved]()
+        kept = dict[_BlockKey, Saved]()
         try:
             for at, place in enumerate(_places(session.model, session.stretch.tokens)):
                 block = self._blocks.pop(place, None)
@@ -303,11 +303,11 @@ class KvStore:
             self._drop(next(iter(self._blocks)))
         return self.nbytes + nbytes <= self._budget
 
-    def _drop(self, place: _Place) -> None:
+    def _drop(self, place: _BlockKey) -> None:
         self.nbytes -= self._blocks.pop(place).nbytes
         self._private.discard(place)
 
-    def _write(self, text: Sequence[_Place], session: Session | None, stop: Callable[[], bool]) -> bool:
+    def _write(self, text: Sequence[_BlockKey], session: Session | None, stop: Callable[[], bool]) -> bool:
         """Write the whole blocks of ``text`` and its checkpoints; return whether that is done or impossible.
 
         Blocks come from ``session``, else from memory. False if ``stop`` returned True.
@@ -320,7 +320,7 @@ class KvStore:
                 break
             held = partial(self._blocks.get, place) if session is None else partial(session.save, at)
             contents.append((place.name, held))
-            checkpoint = _Place(place.model, place.name, ())
+            checkpoint = _BlockKey(place.model, place.name, ())
             is_there = self._files.has(place.model.prompt_key, checkpoint.name)
             if is_there or (checkpoint in self._blocks and checkpoint not in self._private):
                 contents.append((checkpoint.name, partial(self._blocks.get, checkpoint)))
@@ -335,11 +335,11 @@ class KvStore:
         return self._files.write(text[0].model.prompt_key, names, content, stop)
 
 
-def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_Place]:
+def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_BlockKey]:
     """The identities of all blocks of a text; the last may have fewer tokens."""
     before = model.prompt_key
     for start in range(0, len(tokens), BLOCK):
-        place = _Place(model, before, tuple(tokens[start : start + BLOCK]))
+        place = _BlockKey(model, before, tuple(tokens[start : start + BLOCK]))
         yield place
         before = place.name
 
@@ -382,11 +382,11 @@ def _checkpoint_form(session: Session) -> np.dtype[Any]:
     return np.dtype([("facts", "<i8", (2 + _ROWS,)), ("blocks", "u1", shape), ("states", states)])
 
 
-def _checkpoint_place(session: Session) -> _Place:
+def _checkpoint_place(session: Session) -> _BlockKey:
     """The place behind the last whole block before the states of ``session``."""
     tokens = session.stretch.tokens[: session.stretch.behind // BLOCK * BLOCK]
     before = [session.model.prompt_key, *(place.name for place in _places(session.model, tokens))]
-    return _Place(session.model, before[-1], ())
+    return _BlockKey(session.model, before[-1], ())
 
 
 def _checkpoint(session: Session) -> memoryview:

@@ -12,7 +12,7 @@ from edgespec_runtimes.kv_cache import ort_value
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ResumePoints:
     """The places from which the sequences of a model can go on.
 
     A sequence's states lie behind one of its tokens, the *place*, and the log has the rows since.
@@ -25,7 +25,7 @@ class Places:
     every: int
 
     @classmethod
-    def of(cls, kept: Sequence[KeptTensor]) -> "Places":
+    def of(cls, kept: Sequence[KeptTensor]) -> "ResumePoints":
         """The places of a model whose graph keeps these tensors."""
         states, blocks = (sum(tensor.per == per for tensor in kept) for per in ("sequence", "block"))
         if not states:
@@ -54,7 +54,7 @@ class Places:
         return max(before if self.every else past, end - LOGGED)
 
 
-ANYWHERE: Final = Places(1)
+ANYWHERE: Final = ResumePoints(1)
 """The places of models with keys and values alone."""
 
 

@@ -22,7 +22,7 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.source import Source
 from edgespec.running.thinking import ThoughtsFirst
 from edgespec_models.text.chat_template import ChatTemplate
-from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
+from edgespec_models.text.thoughts import Tags, ThoughtState, place_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.drafters import GREEDY, draft_of, model_of, policy_of
 from tests.kit.formats import NEW, PROMPT, accepts, written
@@ -120,7 +120,9 @@ def test_prompts_may_open_the_thoughts_or_close_them(
         assert place_behind(prompt, tags, tokenizer).stage == stage
 
 
-def pieces(tokenizer: Tokenizer, text: str, sizes: Sequence[int], place: Place | None, stop: str) -> Any:
+def pieces(
+    tokenizer: Tokenizer, text: str, sizes: Sequence[int], place: ThoughtState | None, stop: str
+) -> Any:
     """What a reader shows of ``text``, cut into such records, and what attribution shows of these."""
     ids = tokenizer.encode(text, special=True)
     reader, attribution = AnswerReader(tokenizer, place, stop=[stop] if stop else []), Attribution(tokenizer)
@@ -162,7 +164,7 @@ TEXTS = st.text(alphabet="ab<>/ é😀\n", max_size=9)
 def test_thoughts_are_told_from_text_however_tokens_cut_them(
     kind: str, space: str, thoughts: str, end: str, text: str, sizes: list[int], is_open: bool
 ) -> None:
-    place = Place(THINK, "opened" if is_open else "before")
+    place = ThoughtState(THINK, "opened" if is_open else "before")
     text = text if end else ""
     whole = f"{space}{'' if is_open else '<think>'}{space}{thoughts}{end}{text}"
     reasoning, said, shown = pieces(TOKENIZERS[kind](), whole, sizes, place, "")
@@ -178,21 +180,23 @@ def test_thoughts_are_told_from_text_however_tokens_cut_them(
 @example(" <thought> a", [3, 2])
 def test_an_answer_without_the_tag_is_text_to_the_letter(text: str, sizes: list[int]) -> None:
     """Also where the prompt has closed the thoughts; tags that come later are text."""
-    for place in (None, Place(THINK), Place(THINK, "text")):
+    for place in (None, ThoughtState(THINK), ThoughtState(THINK, "text")):
         assert pieces(TOKENIZERS["spelled"](), text, sizes, place, "")[:2] == ("", text)
     later = f"x{text}<think>a</think>"
-    assert pieces(TOKENIZERS["added"](), later, sizes, Place(THINK), "")[:2] == ("", later)
+    assert pieces(TOKENIZERS["added"](), later, sizes, ThoughtState(THINK), "")[:2] == ("", later)
 
 
 @given(st.lists(st.integers(1, 5), max_size=30))
 def test_stop_strings_end_text_and_not_thoughts(sizes: list[int]) -> None:
-    read = pieces(TOKENIZERS["added"](), "<think>a STOP b</think>c STOP d", sizes, Place(THINK), "STOP")
+    read = pieces(
+        TOKENIZERS["added"](), "<think>a STOP b</think>c STOP d", sizes, ThoughtState(THINK), "STOP"
+    )
     assert read[:2] == ("a STOP b", "c ")
 
 
 @given(st.lists(st.integers(1, 5), max_size=30), st.sampled_from(["Hi", "", "a <b", "1 < 2"]))
 def test_granites_tags_around_the_text_are_no_text(sizes: list[int], text: str) -> None:
-    place = Place(Tags("<think>", "</think>", "<response>"))
+    place = ThoughtState(Tags("<think>", "</think>", "<response>"))
     for begin, end in (("\n<response>\n", "</response>\n"), ("<response>", ""), ("\n", "")):
         whole = f"<think>Hm.</think>{begin}{text}{end}"
         assert pieces(TOKENIZERS["spelled"](), whole, sizes, place, "")[:2] == ("Hm.", text)
@@ -222,7 +226,7 @@ def grammars(kind: str) -> Grammars:
 
 def write(
     kind: str,
-    place: Place,
+    place: ThoughtState,
     budget: int | None,
     wanted: ResponseFormat | None,
     *,
@@ -267,7 +271,7 @@ def test_output_with_drafts_is_plain_decodings(
 ) -> None:
     """And within its budget, and of its form."""
     params = GREEDY if greedy else SamplingParams(temperature=1.5, top_p=0.95, seed=seed)
-    place, tokenizer = Place(THINK, stage), TOKENIZERS[kind]()
+    place, tokenizer = ThoughtState(THINK, stage), TOKENIZERS[kind]()
     asked = partial(write, kind, place, budget, wanted, seed=seed, params=params)
     expected, _ = asked()
     answer, _ = asked(source_of=drafters(kind, seed)[name])
@@ -282,9 +286,9 @@ def test_output_with_drafts_is_plain_decodings(
 @kinds
 def test_the_closing_tag_is_forced_at_the_budget_and_drafted(kind: str) -> None:
     closing = TOKENIZERS[kind]().encode("</think>", special=True)
-    answer, _ = write(kind, Place(THINK, "opened"), 5, None)
+    answer, _ = write(kind, ThoughtState(THINK, "opened"), 5, None)
     assert answer[5 : 5 + len(closing)] == closing
-    constraint = ThoughtsFirst(Place(THINK, "opened"), TOKENIZERS[kind](), (), budget=5)
+    constraint = ThoughtsFirst(ThoughtState(THINK, "opened"), TOKENIZERS[kind](), (), budget=5)
     constraint.begin(PROMPT)
     policy = policy_of(Silent(), constraint=constraint, opening=NO_DRAFT)
     draft = draft_of(policy, [*PROMPT, *answer[:5]], 20)
@@ -295,7 +299,7 @@ def test_no_token_both_closes_thoughts_and_begins_a_grammars_text() -> None:
     """``>{`` would; space behind the tag is no text."""
     tokenizer = TOKENIZERS["spelled"]()
     grammar = grammars("spelled").constraint(Choice(["{}"]))
-    constraint = ThoughtsFirst(Place(THINK, "opened"), tokenizer, ends("spelled"), grammar=grammar)
+    constraint = ThoughtsFirst(ThoughtState(THINK, "opened"), tokenizer, ends("spelled"), grammar=grammar)
     constraint.begin([1, 2])
     before = tokenizer.encode("hm </think")
     allowed = constraint.allowed(before)

@@ -16,7 +16,7 @@ from edgespec.asking.request import Request, encode_chat
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes import cpu
-from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.graph_io import NativeModel
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
 from tests.kit.native import tiny_native
@@ -49,7 +49,7 @@ def model(target: Path) -> Iterator[Model]:
         yield model
 
 
-class Writing(OwnModel):
+class Writing(NativeModel):
     """A model that says ``script`` behind ``start`` tokens of prompt, whatever they are."""
 
     script: ClassVar[Sequence[int]] = ()
@@ -76,7 +76,7 @@ def write(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         end = model.target.tokenizer.special_id("<|im_end|>")
         assert end is not None
         facts = {"script": [*model.tokenize(text), end], "start": model.count_tokens(messages, **options)}
-        monkeypatch.setattr(cpu, "OwnModel", type("Scripted", (Writing,), facts))
+        monkeypatch.setattr(cpu, "NativeModel", type("Scripted", (Writing,), facts))
 
     return script
 

@@ -13,7 +13,7 @@ from edgespec.asking.tool_calls import Calls, check_tools, format_of
 from edgespec.decoding.grammar import AnyJson, Choice, Compilable, Grammars, JsonSchema, Lark, Regex
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
-from edgespec_models.text.thoughts import Place, Tags
+from edgespec_models.text.thoughts import Tags, ThoughtState
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.calls import (
     DO,
@@ -240,7 +240,7 @@ def test_calls_behind_and_within_thoughts_are_read(
         return
     tokens = TOKENIZER.encode(thoughts) + TOKENIZER.encode(tag, special=True)
     tokens += TOKENIZER.encode(written.removeprefix(tag) + "\n</think>" * is_open)
-    reader = AnswerReader(TOKENIZER, Place(Tags("<think>", "</think>")), reader_of(SHOWN[form]))
+    reader = AnswerReader(TOKENIZER, ThoughtState(Tags("<think>", "</think>")), reader_of(SHOWN[form]))
     places = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=9)))
     cuts = zip([0, *places], [*places, len(tokens)], strict=True)
     pieces = [reader.push(tokens[start:stop]) for start, stop in cuts]
@@ -255,7 +255,7 @@ def test_calls_behind_and_within_thoughts_are_read(
 def test_a_mark_in_thoughts_that_begins_no_call_is_a_thought() -> None:
     text = "<think>a <tool_call> is what? </think>So."
     for size in (1, 99):
-        reader = AnswerReader(TOKENIZER, Place(Tags("<think>", "</think>")), reader_of(HERMES))
+        reader = AnswerReader(TOKENIZER, ThoughtState(Tags("<think>", "</think>")), reader_of(HERMES))
         tokens = TOKENIZER.encode(text)
         pieces = [reader.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
         pieces.append(reader.push([END], final=True))

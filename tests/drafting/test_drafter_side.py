@@ -10,7 +10,7 @@ import pytest
 from edgespec.drafting.model import ModelDrafter, context_tokens
 from edgespec.drafting.side import DrafterSide
 from edgespec.drafting.source import Source
-from edgespec.loading.opening import Running
+from edgespec.loading.opening import TimedModel
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
@@ -31,7 +31,7 @@ def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
     placement = Placement(Device(KINDS["cpu"], "ready"), "made up")
     return DrafterSide(
         target,
-        Running(small, toy_session(context=context), curve, placement),
+        TimedModel(small, toy_session(context=context), curve, placement),
         same_vocabulary=True,
         caches=KvStore(0),
     )

@@ -140,7 +140,7 @@ def test_graphs_that_know_no_positions_end_where_queries_grow(
         assert isinstance(config, Ministral3)
         assert (config.context_length, config.query_step) == (96, 48)
         assert config.query_growth == pytest.approx(0.1)
-        checkpoint.end_where_queries_grow()
+        checkpoint.shorten_context()
         assert checkpoint.config == replace(config, context_length=48, query_step=0, query_growth=0.0)
     assert "m.gguf: exported for 48 tokens" in caplog.text and "up to 96" in caplog.text
 

@@ -14,7 +14,7 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
-from edgespec.loading.opening import Loaded, Running
+from edgespec.loading.opening import Loaded, TimedModel
 from edgespec.running.runner import Runner
 from edgespec.running.scheduler import Scheduler
 from edgespec.running.sequence import Seat
@@ -138,9 +138,9 @@ def toy_model(
 ) -> Model:
     """A model over ``session``, a second a pass; with a drafter over the same vocabulary."""
 
-    def running(name: str, session: ToySession, seconds: float) -> Running:
+    def running(name: str, session: ToySession, seconds: float) -> TimedModel:
         curve = CostCurve({1: seconds, 8: 1.1 * seconds, 32: 1.5 * seconds})
-        return Running(
+        return TimedModel(
             bundle(name, session.model.longest),
             session,
             curve,

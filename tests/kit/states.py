@@ -18,7 +18,7 @@ from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import LoadedModel, Rows, Session
-from edgespec_runtimes.states import Places, States
+from edgespec_runtimes.states import ResumePoints, States
 
 F32 = npt.NDArray[np.float32]
 VOCAB: Final = 97
@@ -49,7 +49,7 @@ class StatesModel(LoadedModel):
         shape = DecoderShape(architecture="toy", vocab_size=VOCAB, num_layers=2, context_length=4096)
         super().__init__(shape, chunk=chunk)
         self.cache = BlockPool([tensor for tensor in kept if tensor.per != "sequence"], lambda: None)
-        self.states, self.places, self.most_rows = States(kept), Places.of(kept), 4096
+        self.states, self.places, self.most_rows = States(kept), ResumePoints.of(kept), 4096
         self.raises: BaseException | None = None
         self.read = 0
 

@@ -24,7 +24,7 @@ from edgespec_models.families.lfm3 import Lfm3
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.cost import measure_context, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.graph_io import NativeModel
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
@@ -100,14 +100,14 @@ def test_a_pass_that_fails_leaves_no_half_state(
 ) -> None:
     session = open_cpu(bundle, CpuOptions(threads=1))
     session.predict(TEXT[:70])
-    run = OwnModel.run_pass
+    run = NativeModel.run_pass
 
-    def broken(self: OwnModel, parts: object) -> list[Predictions]:
+    def broken(self: NativeModel, parts: object) -> list[Predictions]:
         run(self, parts)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(OwnModel, "run_pass", broken)
+        patch.setattr(NativeModel, "run_pass", broken)
         session.predict(TEXT[100:140])
     assert session.length == 2 * BLOCK
     again = session.predict(TEXT[session.length : 90]).logits

@@ -27,7 +27,7 @@ from edgespec_models.families import read_config
 from edgespec_models.families.gemma2 import Gemma2
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.chat_template import ChatTemplate
-from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
+from edgespec_models.text.thoughts import Tags, ThoughtState, place_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
@@ -289,7 +289,7 @@ def test_thoughts_and_calls_are_told_from_text(are_controls: bool) -> None:
     ):
         tokens = tokenizer.encode(text, special=True)
         for size in (1, 3, len(tokens)):
-            reader = AnswerReader(tokenizer, Place(tags), CallReader(form, {"do": {}}, [1]))
+            reader = AnswerReader(tokenizer, ThoughtState(tags), CallReader(form, {"do": {}}, [1]))
             records = [reader.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
             records.append(reader.push([], final=True))
             assert "".join(reader.thoughts) == thoughts

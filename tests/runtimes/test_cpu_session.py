@@ -13,7 +13,7 @@ from edgespec_models.bundles.graph_contract import Part, Pass
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.cpu import CpuOptions, best_instructions, default_threads, most_threads, open_cpu
-from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.graph_io import NativeModel
 from edgespec_runtimes.kv_cache import SharedCache
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
@@ -65,7 +65,7 @@ def test_rows_are_exact_where_products_with_one_row_take_other_code(
     bundle = tiny_bundle(tmp_path / "m", LLAMA, INT4).bundle
     session = open_cpu(bundle, replace(ONE_THREAD, exact_rows=exact_rows))
     io = session.model
-    assert isinstance(io, OwnModel)
+    assert isinstance(io, NativeModel)
     bind = io._bind
 
     def bind_without_avx512(pass_: Pass, rows: int) -> Any:
@@ -186,7 +186,7 @@ def test_the_cache_is_written_in_place(tmp_path: Path, kind: str) -> None:
     KINDS[kind](tmp_path / "m")
     session, native = opened(tmp_path / "m"), kind == "Q8_0"
     session.reserve(len(TOKENS))
-    assert isinstance(session.model, OwnModel)
+    assert isinstance(session.model, NativeModel)
     assert isinstance(session.model.cache, BlockPool if native else SharedCache)
     if native:
         session.prefill([5])
@@ -213,7 +213,7 @@ def test_many_sizes_of_pass_do_not_pile_up(session: Session) -> None:
     for size in range(1, 41):
         session.rewind(0)
         session.predict(TOKENS[:size])
-    assert isinstance(session.model, OwnModel)
+    assert isinstance(session.model, NativeModel)
     assert len(session.model.passes) <= 32
 
 
@@ -230,15 +230,15 @@ def test_a_graph_that_cannot_roll_back_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: Callable[[int, int], float], refused: bool
 ) -> None:
     """A model with a recurrent state would answer a repeated pass differently, by a share of its logits."""
-    run, calls = OwnModel.run, list[int]()
+    run, calls = NativeModel.run, list[int]()
 
-    def drifting(self: OwnModel, parts: Sequence[Part]) -> list[Predictions]:
+    def drifting(self: NativeModel, parts: Sequence[Part]) -> list[Predictions]:
         tokens, logits = parts[0].tokens, run(self, parts)[0].logits
         calls.append(len(tokens))
         return [Predictions(logits + np.float32(drift(len(calls), len(tokens))) * np.abs(logits).max())]
 
     bundle = tiny_bundle(tmp_path / "m").bundle
-    monkeypatch.setattr(OwnModel, "run", drifting)
+    monkeypatch.setattr(NativeModel, "run", drifting)
     if not refused:
         assert not open_cpu(bundle, ONE_THREAD).model.row_exact
         return

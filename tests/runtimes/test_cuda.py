@@ -30,7 +30,7 @@ from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.cuda import DeviceCache, open_cuda
 from edgespec_runtimes.devices import KINDS, Device
 from edgespec_runtimes.discovery import Runtime, devices, place, resolve
-from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.graph_io import NativeModel
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import Session
 from tests.kit.gguf import ARCHITECTURES, TinyGGUF, reference_weights, tiny_gguf
@@ -208,7 +208,7 @@ def test_whatever_is_asked_comes_near_the_cpu_session(
 
 def test_a_cache_on_a_device_keeps_its_rows_when_it_grows(make: Make) -> None:
     session = _open(make("llama", "F32"))
-    assert isinstance(session.model, OwnModel) and isinstance(session.model.cache, DeviceCache)
+    assert isinstance(session.model, NativeModel) and isinstance(session.model.cache, DeviceCache)
     session.predict(TOKENS)
     before = [value.numpy() for value in session.model.cache._values]
     session.reserve(session.capacity + 1)

@@ -11,7 +11,7 @@ from pytest import MonkeyPatch
 
 from edgespec.loading import opening
 from edgespec.loading.measurements import Conditions, Measurement, recall
-from edgespec.loading.opening import Running, open_one, open_pair
+from edgespec.loading.opening import TimedModel, open_one, open_pair
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
 from edgespec_models.graphs.plan import Precision
@@ -72,7 +72,7 @@ def measured(timings: Callable[..., None]) -> list[int]:
     return measured
 
 
-def _load(bundles: Bundles, *rows: int) -> Running:
+def _load(bundles: Bundles, *rows: int) -> TimedModel:
     """Open the target, and close it again."""
     running = open_one(bundles["target"], OPTIONS, rows or (1, 2))
     running.session.close()

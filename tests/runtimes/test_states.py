@@ -19,7 +19,7 @@ from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from edgespec_runtimes.states import Places
+from edgespec_runtimes.states import ResumePoints
 from tests.kit.drafters import GREEDY
 from tests.kit.states import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel, check_rows
 from tests.kit.toy import F32, RandomDrafter, decode
@@ -137,7 +137,7 @@ def test_slots_are_as_many_as_there_were_sessions_at_once() -> None:
 
 
 def test_places_show_in_what_is_kept() -> None:
-    assert [Places.of(kept).every for kept in ([KEYS], CONVOLUTION, DELTA, (*CONVOLUTION, *DELTA))] == [
+    assert [ResumePoints.of(kept).every for kept in ([KEYS], CONVOLUTION, DELTA, (*CONVOLUTION, *DELTA))] == [
         1,
         BLOCK,
         0,

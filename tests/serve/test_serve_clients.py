@@ -16,7 +16,7 @@ from edgespec.serve.messages import MessageReply, MessagesBody
 from edgespec.serve.ollama import OllamaChatBody
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.replies import ChatReply, CompletionReply
-from edgespec.serve.responses import Kept, ResponseReply, ResponsesBody
+from edgespec.serve.responses import ResponseReply, ResponsesBody, ResponseStore
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.kit.models import toy_model, toy_session
@@ -214,7 +214,7 @@ def test_a_response_that_was_cut_is_incomplete_and_calls_are_whole(
     content: str, reason: Any, status: str, details: object
 ) -> None:
     body = parse(ResponsesBody, {"model": "m", "input": "a"})
-    reply = ready(ResponseReply("m", body, [], Kept()))
+    reply = ready(ResponseReply("m", body, [], ResponseStore()))
     reply.chunk(Record("", (), calls=(ToolCall("c", "f", {}),)), [])
     reply.chunk(Record("", (), content=content), [])
     *_, item, last = reply.end(Generation("", (), reason, GenerationStats()))
@@ -234,7 +234,7 @@ def test_items_of_tools_that_are_taken_are_taken_back() -> None:
         {"type": "local_shell_call_output", "call_id": "s", "output": {"stdout": "b"}},
     ]
     user, patch, done, shell, listed = parse(ResponsesBody, {"model": "m", "input": items}).chat_messages(
-        Kept()
+        ResponseStore()
     )
     assert user["content"] == "a" and done["content"] == "done" and listed["content"] == '{"stdout": "b"}'
     calls = [message["tool_calls"][0]["function"] for message in (patch, shell)]

@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.serve.bodies import UNUSED, Once
 from edgespec.serve.problems import Problem
-from edgespec.serve.responses import Kept
+from edgespec.serve.responses import ResponseStore
 from edgespec_models.errors import Busy, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.kit.models import toy_model, toy_session
@@ -124,7 +124,7 @@ def test_a_request_goes_on_behind_a_response_that_is_kept(model: ServedModel, cl
 
 def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
     now = [0.0]
-    kept = Kept(most=1000, seconds=60.0, clock=lambda: now[0])
+    kept = ResponseStore(most=1000, seconds=60.0, clock=lambda: now[0])
 
     def held() -> list[int]:
         return [at for at in range(10) if holds(f"r{at}")]
@@ -214,7 +214,7 @@ def test_a_reference_stands_for_an_item_that_is_kept(model: ServedModel, client:
 
 def test_what_is_referred_to_is_kept_on() -> None:
     now = [0.0]
-    kept = Kept(seconds=60.0, clock=lambda: now[0])
+    kept = ResponseStore(seconds=60.0, clock=lambda: now[0])
     for name in ("aa", "bb"):
         kept.put({"id": f"resp_{name}", "output": [{"id": f"msg_{name}0000"}]}, [])
     now[0] = 50.0

@@ -133,7 +133,7 @@ class _Piece:
     def run(self, values: _Values, past: _Values | None = None, start: int = 0) -> tuple[_Values, _Values]:
         """Results for ``values``, arrays (1, rows, ...), behind ``start`` tokens; and the KV cache.
 
-        Runs a single token twice, as :class:`edgespec_runtimes.graph_io.OwnModel` does.
+        Runs a single token twice, as :class:`edgespec_runtimes.graph_io.NativeModel` does.
         """
         count = next(iter(values.values())).shape[1]
         rows = np.arange(count) if count > 1 else np.zeros(2, np.int64)

@@ -173,7 +173,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             )
         return digest.hexdigest()
 
-    def end_where_queries_grow(self) -> None:
+    def shorten_context(self) -> None:
         """Shorten the context for graphs whose operators know no positions."""
         stated, self.config = self.config.context_length, self.config.without_growth
         self.warn_if_shorter(self.config, stated)

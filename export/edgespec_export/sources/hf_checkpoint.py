@@ -37,9 +37,9 @@ _PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, o
 _ROWS = 1024  # rows that are compared at once
 _LOG = logging.getLogger("edgespec")
 
-_WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
+_TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """Prefixes of the text model's tensors in multimodal models, and its prefixes alone."""
-_EYES = re.compile(
+_VISION_TENSORS = re.compile(
     r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector|visual)"
     r"\..*"
 )
@@ -152,7 +152,7 @@ class HFCheckpoint(Checkpoint):
                 named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif self.family.mtp and _MTP.fullmatch(name):
                 has_mtp = True
-            elif _EYES.fullmatch(name):
+            elif _VISION_TENSORS.fullmatch(name):
                 self._eyes = True
             elif not COMPUTED.fullmatch(name):
                 unknown += [name] if name in self._listed else []
@@ -187,7 +187,7 @@ class HFCheckpoint(Checkpoint):
 
 def alone(name: str, family: Family) -> str:
     """The name of a multimodal model's tensor in the text model alone."""
-    for before, text in _WITH_EYES.items():
+    for before, text in _TEXT_PREFIXES.items():
         if name.startswith(before):
             return text + name.removeprefix(before)
     bare = name.startswith("layers.") or f"model.{name}" in own_names(family.outer, "hub")

@@ -60,7 +60,7 @@ class Tags:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ThoughtState:
     """A place in an answer: its stage, and held bytes that may still become a tag.
 
     Only the beginning of an answer holds thoughts: later tags are text. ``opened`` and ``closed`` are the tag
@@ -86,7 +86,7 @@ class Place:
         """The part of the held bytes that is text if the answer ends here."""
         return b"" if self.thinks else self.held if self.stage == "before" else self.held.lstrip()
 
-    def read_token(self, token: int, tokenizer: Tokenizer) -> tuple["Place", bytes, bytes]:
+    def read_token(self, token: int, tokenizer: Tokenizer) -> tuple["ThoughtState", bytes, bytes]:
         """:meth:`read` of a token; of control tokens, others than the tags begin the text, or do nothing.
 
         With channels no other tokens spell tags.
@@ -96,9 +96,9 @@ class Place:
             return self.read(data.replace(b"<", b" ") if tags.channels else data)
         if data in tags.begin.encode() or data in tags.end.encode():
             return self.read(data)
-        return (self, b"", b"") if self.thinks else (Place(self.tags, "text"), b"", self.held_text)
+        return (self, b"", b"") if self.thinks else (ThoughtState(self.tags, "text"), b"", self.held_text)
 
-    def read(self, data: bytes) -> tuple["Place", bytes, bytes]:
+    def read(self, data: bytes) -> tuple["ThoughtState", bytes, bytes]:
         """The place behind ``data``, the new thoughts, and the new text.
 
         Tags, and space at the ends of the thoughts and before the text, belong to neither.
@@ -113,18 +113,18 @@ class Place:
         if len(begun) < len(tag) and tag.startswith(begun):
             return replace(self, held=data), b"", b""
         if is_first and begun.startswith(tag):
-            return Place(self.tags, "opened").read(begun[len(tag) :])
+            return ThoughtState(self.tags, "opened").read(begun[len(tag) :])
         text = data if is_first else begun.removeprefix(tag).lstrip()
-        return Place(self.tags, "text" if text else "closed"), b"", text
+        return ThoughtState(self.tags, "text" if text else "closed"), b"", text
 
-    def _thoughts(self, data: bytes) -> tuple["Place", bytes, bytes]:
+    def _thoughts(self, data: bytes) -> tuple["ThoughtState", bytes, bytes]:
         end = self.tags.end.encode()
         thoughts, ended, text = data.partition(end)
         if ended:
-            place, _, text = Place(self.tags, "closed").read(text)
+            place, _, text = ThoughtState(self.tags, "closed").read(text)
             return place, thoughts.rstrip(), text
         shown = data[: len(data) - begun_at_end(data, end)].rstrip()
-        return Place(self.tags, "thoughts" if shown else self.stage, data[len(shown) :]), shown, b""
+        return ThoughtState(self.tags, "thoughts" if shown else self.stage, data[len(shown) :]), shown, b""
 
 
 def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:
@@ -154,12 +154,12 @@ def tag_tokens(tokenizer: Tokenizer, tag: str) -> list[int]:
     return ids
 
 
-def place_behind(prompt: Sequence[int], tags: Tags, tokenizer: Tokenizer) -> Place:
+def place_behind(prompt: Sequence[int], tags: Tags, tokenizer: Tokenizer) -> ThoughtState:
     """The place at the beginning of an answer.
 
     Templates may open the thoughts in the prompt, or open and close them.
     """
     text = tokenizer.decode(prompt[-_TAIL:], skip_special=False).rstrip()
     if text.endswith(tags.begin):
-        return Place(tags, "opened")
-    return Place(tags, "text" if text.endswith(tags.end) else "before")
+        return ThoughtState(tags, "opened")
+    return ThoughtState(tags, "text" if text.endswith(tags.end) else "before")
