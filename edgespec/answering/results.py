@@ -20,8 +20,8 @@ class TokenRecord:
 
     Attributes:
         id: the token's id in the target's vocabulary.
-        source: who proposed it: ``target``, ``model``, ``ngram``, ``history``, ``grammar``, or the class of
-            an app's own drafter; ``prompt`` for a token of the prompt.
+        source: who proposed it: ``target``, ``model``, ``ngram``, ``history``, ``prediction``,
+            ``grammar``, or the class of an app's own drafter; ``prompt`` for a token of the prompt.
         logprob: its log probability in nats. None unless the request asks for it.
         top_logprobs: the most likely tokens at its place, with their log probabilities. Empty unless the
             request asks for them.
@@ -81,7 +81,7 @@ class Record:
         thoughts: additions of the first of these tokens to the thoughts.
         progress: the reading of a prompt that takes more than one pass, in the first records, which have no
             text and tokens; None in all others.
-        prompt: the prompt's tokens, in the first record with text, if the request wants their log
+        prompt: the prompt's tokens, in the first record, if the request wants their log
             probabilities.
     """
 

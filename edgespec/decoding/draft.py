@@ -99,7 +99,7 @@ class Step:
         logprobs: the log probability of each token, in nats. Empty unless the request asks for it.
         top_logprobs: the most likely tokens at each place with their log probabilities. Empty unless the
             request asks for them.
-        passed: the target's pass, if other requests shared it.
+        passed: the target's pass; None where a round was made up.
         features: features of the last tokens in the target's cache, for a head
             (:mod:`edgespec_runtimes.predictions`). They cover the tokens whose keys and values the round left
             there; at the end of a prompt, some of these.

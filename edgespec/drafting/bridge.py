@@ -109,8 +109,8 @@ class ByteBridge:
     def to_target(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
         """Target tokens for the drafter tokens that follow the text, each with a count.
 
-        The count is the number of tokens of ``drafted``, from its start, whose bytes this target token and
-        those before it contain.
+        The count is the number of tokens of ``drafted``, from its start, that spell this target token and
+        those before it.
 
         Raises:
             TokenizerError: the target's vocabulary lacks a byte of the draft.

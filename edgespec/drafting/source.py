@@ -27,7 +27,7 @@ class Observer(Protocol):
 class Source(Observer, Protocol):
     """Proposes tokens for one request, a round at a time. It owns its state and never decides what is kept.
 
-    Whoever asks has the rows read that it wants, perhaps in one pass with rows of other requests. An empty
+    The caller runs the pass over the rows that it wants, perhaps with rows of other requests. An empty
     draft is always legal.
 
     Attributes:

@@ -161,10 +161,7 @@ class Sequence:
         return Rows(self.session, piece, len(piece) if scored else 0)
 
     def take(self, predictions: Predictions, passed: Passed) -> Step | None:
-        """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted.
-
-        The time of the pass over a prompt's end does not count as decoding.
-        """
+        """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted."""
         features = self._features = joined(self._features, predictions.hidden)
         if self.ticket.request.prompt_logprobs:
             predictions = self._scored(predictions)

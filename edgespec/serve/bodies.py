@@ -3,7 +3,7 @@
 Unknown fields are refused, and so are fields that would change the answer in a way that edgespec lacks. So no
 client relies on an effect that is missing. Fields that cannot change an answer are accepted and logged:
 fields of the type :data:`typing.Any`, fields whose names say so, empty ones, and values that change nothing.
-docs/server.md has the table.
+docs/server.md and docs/options.md list them.
 """
 
 import asyncio
