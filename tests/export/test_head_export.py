@@ -301,7 +301,7 @@ def test_a_configuration_of_a_head_is_whole() -> None:
     assert head.is_head and config_of_json(json.loads(json.dumps(asdict(head)))) == head
     changes: list[dict[str, Any]] = [{"feature_layers": ()}, {"feature_width": 0}, {"num_layers": 2}]
     for change in (*changes, {"experts": Experts(count=2, used=1, width=32)}):
-        with pytest.raises(UnsupportedModelError, match=r"eagle3 needs both|EAGLE-3 has"):
+        with pytest.raises(UnsupportedModelError, match=r"eagle3 needs both|layers of eagle3, or experts"):
             replace(head, **change)
     changes = [{"feature_layers": (-1,)}, {"feature_width": -1}]
     for change in changes:

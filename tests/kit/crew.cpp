@@ -27,7 +27,7 @@ static long wrong_pieces(Crew& crew, const Weights* weights, int jobs) {
 static bool keeps_words(Crew& crew) {
   const void* const table[512] = {};
   const Api api(table);
-  const Pass pass(api, crew, nullptr);
+  const Pass pass(api, crew, nullptr, {});
   bool kept = false;
   try {
     pass.spread(32, [](int64_t i) { require(i != 17, "a piece has words of its own"); });

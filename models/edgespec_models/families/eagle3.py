@@ -59,7 +59,7 @@ class Eagle3(Transformer):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.num_layers != 1 or self.experts is not None:
-            yield f"EAGLE-3 has {self.num_layers} layers, or experts; allowed: one layer with an MLP"
+            yield f"{self.num_layers} layers of {self.architecture}, or experts; allowed: one with an MLP"
 
 
 def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Transformer:
