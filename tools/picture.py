@@ -49,9 +49,9 @@ def _read(path: Path) -> str:
 
 def _filled(page: str, figures: Mapping[str, Any]) -> str:
     """The page with its table."""
-    rows = [f"| {what.format(**figures)} | {value.format(**figures)} |" for what, value in figures["table"]]
+    header, *rows = [f"| {' | '.join(cell.format(**figures) for cell in row)} |" for row in figures["table"]]
     before, begin, rest = page.partition("<!-- figures: table -->\n")
-    table = "\n".join(["| what was measured | edgespec |", "|---|---|", *rows])
+    table = "\n".join([header, "|---" * len(figures["table"][0]) + "|", *rows])
     return f"{before}{begin}{table}\n{_END}{rest.partition(_END)[2]}"
 
 

@@ -31,7 +31,7 @@ from edgespec_runtimes.cpu import CpuOptions, default_threads, library_digest
 from edgespec_runtimes.ort import ort
 
 _PACKAGES = ("edgespec", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
-_FORMAT = 3  # format 1 may hold falling times of a machine under load; format 2 has no contexts
+_FORMAT = 4  # earlier ones may hold falling times of a machine under load, or do not say what is confirmed
 _LARGEST_FILE = 1 << 16
 _LOG = logging.getLogger("edgespec")
 
@@ -100,6 +100,7 @@ def remember(conditions: Conditions, measurement: Measurement) -> None:
         "conditions": asdict(conditions),
         "row_exact": measurement.row_exact,
         "seconds_by_rows": {str(n): t for n, t in sorted(measurement.curve.seconds_by_rows.items())},
+        "confirmed": measurement.curve.confirmed,
         "context_s": measurement.curve.context_s,
         "row_context_s": measurement.curve.row_context_s,
         "experts": measurement.curve.experts and asdict(measurement.curve.experts),
@@ -146,7 +147,9 @@ def _parsed(value: Any, conditions: Conditions) -> Measurement:
         raise ValueError(f"not the cost of experts: {experts}")
     if not isinstance(value["row_exact"], bool):
         raise ValueError(f"row_exact is {value['row_exact']!r}")
-    curve = CostCurve(points, True, context_s, row_context_s, experts or None)
+    if not isinstance(value["confirmed"], bool):
+        raise ValueError(f"confirmed is {value['confirmed']!r}")
+    curve = CostCurve(points, value["confirmed"], context_s, row_context_s, experts or None)
     return Measurement(value["row_exact"], curve)
 
 

@@ -151,19 +151,22 @@ def look_again(session: Session, curve: CostCurve, rows: int) -> CostCurve:
     """The curve, with steps below ``rows`` timed again: passes that take a quarter longer than narrower ones.
 
     A step may come from a disturbance that lasted as long as the measuring. Disturbances only add time, so a
-    time that is clearly less counts, and steps that are there stay. The session's sequence is replaced and
-    forgotten.
+    time that is clearly less counts, and steps that are there stay. Of a curve that is not confirmed every
+    pass is timed again; if none takes clearly less, the curve is confirmed. The session's sequence is
+    replaced and forgotten.
     """
     text, points = _text(session), dict(sorted(curve.seconds_by_rows.items()))
     session.rewind(0)
     narrower = math.inf
     for n in [n for n in points if n < rows]:
-        if points[n] > _STEP * narrower:
+        if points[n] > _STEP * narrower or not curve.confirmed:
             seconds = _timed(session, list(islice(text, n)))
             points[n] = seconds if seconds * _AGREE < points[n] else points[n]
         narrower = points[n]
     session.rewind(0)
-    return curve if points == curve.seconds_by_rows else replace(curve, seconds_by_rows=_rising(points))
+    if points == curve.seconds_by_rows:
+        return curve if curve.confirmed else replace(curve, confirmed=True)
+    return replace(curve, seconds_by_rows=_rising(points))
 
 
 def measure_context(session: Session, curve: CostCurve) -> CostCurve:
@@ -257,7 +260,7 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
         return None
     points = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()} | {1: least[1]}
     experts = stored.experts and replace(stored.experts, read_s=stored.experts.read_s * wide)
-    return CostCurve(points, True, stored.context_s * wide, stored.row_context_s * wide, experts)
+    return CostCurve(points, stored.confirmed, stored.context_s * wide, stored.row_context_s * wide, experts)
 
 
 def _text(session: Session) -> Iterator[int]:

@@ -233,6 +233,18 @@ def test_what_was_measured_in_a_hiccup_is_corrected_later(
     assert (looked is curve) == (stored is FREE)
 
 
+def test_every_pass_of_a_curve_in_doubt_is_looked_at_until_none_is_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = _TimedSession(monkeypatch, FREE)
+    session.reading = 0
+    doubtful = CostCurve({n: t * (1.2 if n in (2, 4) else 1.02) for n, t in FREE.items()}, confirmed=False)
+    looked = look_again(session, doubtful, 9)
+    assert not looked.confirmed and looked.seconds_by_rows[4] == pytest.approx(FREE[4])
+    assert session.passes == list(FREE)
+    assert look_again(session, looked, 9) == replace(looked, confirmed=True)
+
+
 def test_a_look_that_is_disturbed_makes_nothing_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
     session = _TimedSession(monkeypatch, FREE)
     session.reading, session.disturbed = 0, range(100)

@@ -138,7 +138,8 @@ def test_what_is_in_doubt_is_kept_and_checked_by_the_next_load(
 ) -> None:
     doubtful = CostCurve({1: 1.0, 2: 1.1}, confirmed=False)
     timings(measure_cost=lambda *_, **__: doubtful, measure_context=lambda _, curve: curve)
-    timings(recheck_cost=lambda session, curve, rows: curve)
+    as_it_is = dict.fromkeys(("recheck_cost", "look_again"), lambda session, curve, rows: curve)
+    timings(**as_it_is)
     first, second = _load(bundles), _load(bundles)
     assert (first.curve, first.remembered) == (doubtful, False)
     assert second.curve.seconds_by_rows == doubtful.seconds_by_rows and second.remembered
