@@ -113,7 +113,6 @@ def align(
     from edgespec.align.run import split_texts, torch_device
     from edgespec.asking.request import Request, RequestOptions
     from edgespec.loading.opening import open_model
-    from edgespec_export.align.settings import TrainingOptions
     from edgespec_models.storage import writing
 
     if not answers_only:

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec import Model, RequestOptions, load
+from edgespec import LoadOptions, Model, RequestOptions, load
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.sampling import SamplingParams
@@ -24,7 +24,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.kit.models import runner_of
-from tests.kit.several import Driven
+from tests.kit.several import Driven, facts
 from tests.kit.tokenizers import byte_level_json, sentencepiece_json
 from tests.kit.toy import F32, PRICES, NextLogits, ToySession, alone
 from tools import replay
@@ -188,3 +188,22 @@ def mixed(next_logits: NextLogits, other: NextLogits, right: float) -> NextLogit
         return (next_logits if hash(tuple(tokens[-4:])) % 1000 < 1000 * right else other)(tokens)
 
     return law_here
+
+
+def same_with_drafts(
+    target: Path, drafters: Sequence[str | Path], prompts: Sequence[str], **options: Any
+) -> list[tuple[int, int]]:
+    """Check that answers are those without drafts.
+
+    Returns the tokens that each drafter drafted, and those of them that were accepted.
+    """
+    opened, counts = LoadOptions(threads=1, parallel=2), []
+    with load(target, None, options=opened) as model:
+        wanted = [facts(model.generate(prompt, **options)) for prompt in prompts]
+    for drafter in drafters:
+        with load(target, drafter, options=opened) as model:
+            draft_eagerly(model)
+            answers = [model.generate(prompt, **options) for prompt in prompts]
+        assert [facts(answer) for answer in answers] == wanted
+        counts.append((sum(a.stats.drafted for a in answers), sum(a.stats.accepted for a in answers)))
+    return counts

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import edgespec
-from edgespec import LoadOptions
 from edgespec.loading.footprint import footprint_of
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.kept import BLOCK, LOGGED
@@ -28,10 +26,9 @@ from edgespec_runtimes.graph_io import NativeModel
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from tests.kit.drafters import draft_eagerly
+from tests.kit.drafters import same_with_drafts
 from tests.kit.kernels import sets
 from tests.kit.native import edit_manifest, tiny_native
-from tests.kit.several import facts
 from tests.kit.states import check_rows
 from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import F32, HALVES, LLAMA
@@ -152,19 +149,10 @@ def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any])
     other = byte_level_json(size=330)
     bridged = tiny_native(tmp_path / "bridged", LLAMA, role="drafter", tokenizer_json=other).path
     prompts = ("one two three " * 6, "one two three " * 6 + "four", "one two three " * 3, "x")
-    load = LoadOptions(threads=1, parallel=2)
-    with edgespec.load(target, None, options=load) as model:
-        wanted = [facts(model.generate(prompt, max_new_tokens=48, **options)) for prompt in prompts]
-    for drafts in ("ngram", alike, bridged):
-        with edgespec.load(target, drafts, options=load) as model:
-            draft_eagerly(model)
-            answers = [model.generate(prompt, max_new_tokens=48, **options) for prompt in prompts]
-            assert [facts(answer) for answer in answers] == wanted
-            drafted, accepted = (
-                sum(getattr(answer.stats, name) for answer in answers) for name in ("drafted", "accepted")
-            )
-            assert drafted > 20 or drafts == "ngram"
-            assert options or accepted == drafted or drafts != alike
+    counts = same_with_drafts(target, ("ngram", alike, bridged), prompts, max_new_tokens=48, **options)
+    assert all(drafted > 20 for drafted, _ in counts[1:])
+    drafted, accepted = counts[1]
+    assert options or accepted == drafted
 
 
 def test_costs_and_sizes_count_convolutions(bundle: Bundle, opened: Session) -> None:

@@ -4,9 +4,10 @@ A family states what it has besides as fields of a class of its own, and what it
 methods. Tensors are named here, once; graphs also name the part of a layer that a product belongs to.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from edgespec_models.decoders.config import Count, DecoderShape, Factor
@@ -42,6 +43,8 @@ class Transformer(DecoderShape):
     """
 
     TYPES: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
+    NEEDS: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    """Fields that layers of a type need, and that are None without such layers."""
     DRAFTS: ClassVar[bool] = False
     """Whether it is a head."""
     activation: ClassVar[Activation] = "silu"
@@ -86,6 +89,10 @@ class Transformer(DecoderShape):
             yield f"layer_types has {kind!r}; allowed for {self.architecture}: {', '.join(self.TYPES)}"
         if SLIDING in self.layer_types and self.sliding_window is None:
             yield f"layers are {SLIDING}; they need a sliding_window"
+        for kind, names in self.NEEDS.items():
+            for name, value in ((name, getattr(self, name)) for name in names):
+                if (kind in self.layer_types) != (value is not None):
+                    yield f"{name} is {value}; layers that are {kind} need it, and others have none"
         if {bool(self.feature_layers), bool(self.feature_width)} != {self.DRAFTS}:
             yield (
                 f"feature_layers are {self.feature_layers} and feature_width is {self.feature_width}; "

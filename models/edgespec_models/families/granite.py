@@ -1,7 +1,8 @@
 """Granite 3 and 4, dense and with experts: factors on what is added up. Granite 4 H has layers of Mamba-2."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from edgespec_models.decoders.operations import Backend, Mamba
@@ -27,6 +28,7 @@ class Granite(Transformer):
     """
 
     TYPES = (FULL, MAMBA)
+    NEEDS = MappingProxyType({MAMBA: ("mamba", "conv_taps")})
     mamba: Mamba | None = None
     conv_taps: Taps | None = None
 
@@ -37,13 +39,6 @@ class Granite(Transformer):
         rows = mamba.values + mamba.channels + mamba.heads
         y = b.mamba(b.linear(h, "mamba_in", rows, part="mixer"), mamba, taps)
         return b.linear(y, "mamba_out", self.hidden_size, part="mixer")
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        for name in ("mamba", "conv_taps"):
-            value = getattr(self, name)
-            if (MAMBA in self.layer_types) != (value is not None):
-                yield f"{name} is {value}; layers that are {MAMBA} need it, and others have none"
 
 
 def _usual(facts: Facts) -> Facts:

@@ -1,7 +1,8 @@
 """LFM2 and LFM2.5, dense and with experts: short convolutions between layers of attention."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from edgespec_models.decoders.operations import Backend
@@ -27,6 +28,7 @@ class Lfm2(Transformer):
     """
 
     TYPES: ClassVar[tuple[str, ...]] = (FULL, CONV)
+    NEEDS = MappingProxyType({CONV: ("conv_taps",)})
     norms = "head"
     conv_taps: Taps | None = None
 
@@ -36,11 +38,6 @@ class Lfm2(Transformer):
         width = self.hidden_size
         y = b.short_conv(b.linear(h, "conv_in", 3 * width, part="mixer"), width, self.conv_taps)
         return b.linear(y, "conv_out", width, part="mixer")
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if (CONV in self.layer_types) != (self.conv_taps is not None):
-            yield f"conv_taps is {self.conv_taps}; layers that are {CONV} need it, and others have none"
 
 
 def _usual(facts: Facts) -> Facts:

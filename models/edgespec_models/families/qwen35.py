@@ -3,8 +3,9 @@
 GGUF files have the value heads of delta nets in tiles: value head h goes with key head ``h % key heads``.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from edgespec_models.decoders.operations import Attention, Backend, DeltaNet
@@ -31,6 +32,7 @@ class Qwen35(Transformer):
     """
 
     TYPES = (LINEAR, FULL)
+    NEEDS = MappingProxyType({LINEAR: ("delta", "conv_taps")})
     norms = "head"
     delta: DeltaNet | None = None
     conv_taps: Taps | None = None
@@ -53,13 +55,6 @@ class Qwen35(Transformer):
         rows |= dict.fromkeys(("delta_decay", "delta_strength"), net.value_heads)
         y = b.delta_net(b.linear(h, "delta_in", rows, part="mixer"), net, taps)
         return b.linear(y, "delta_out", self.hidden_size, part="mixer")
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        for name in ("delta", "conv_taps"):
-            value = getattr(self, name)
-            if (LINEAR in self.layer_types) != (value is not None):
-                yield f"{name} is {value}; layers that are {LINEAR} need it, and others have none"
 
 
 @dataclass(frozen=True, kw_only=True)
