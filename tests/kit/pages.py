@@ -15,10 +15,12 @@ def enter(page: "Page", field: str, text: str) -> None:
 
 def ask(page: "Page", text: str) -> Any:
     """Type and send; the answer when it is whole."""
-    before = page.locator(".turn.assistant .cost:not(:empty)").count()
+    before = page.locator(".turn.assistant").count()
     enter(page, "#question", text)
-    page.locator(".turn.assistant .cost:not(:empty)").nth(before).wait_for()
-    return page.locator(".turn.assistant").nth(before)
+    answer = page.locator(".turn.assistant").nth(before)
+    answer.wait_for()
+    page.locator("#log[aria-busy=false]").wait_for()  # costs also show how far the prompt is read
+    return answer
 
 
 def style(page: "Page", of: str, name: str) -> str:
