@@ -148,7 +148,7 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def free_passes(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -> None:
     """More rows cost nothing, so what is drafted does not depend on this machine."""
     timings(measure_cost=lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
-    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda *_: 1e-9)
+    monkeypatch.setattr("edgespec.drafting.pricing.Prices.pass_seconds", lambda *_: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
 
 

@@ -76,6 +76,7 @@ class ByteBridge:
         self._drafter_prompt = list(drafter_prompt)
         self._target, self._drafter = _Text(target), _Text(drafter)
         self._bytes = bytearray()
+        self._draft = _DraftText(target, drafter)
 
     def to_drafter(self, tokens: Sequence[int]) -> list[int]:
         """The drafter's tokens for the text of all committed target tokens, prompt included.
@@ -115,13 +116,67 @@ class ByteBridge:
         Raises:
             TokenizerError: the target's vocabulary lacks a byte of the draft.
         """
-        drafter_ends = self._drafter.tokenizer.ends(drafted)
-        data = self._drafter.tokenizer.bytes_of(drafted)
-        start = safe_start(self._bytes, self._target.ends, len(self._bytes))
-        context = bytes(self._bytes[start:])
-        ids = encode_after(self._target.tokenizer, context, data)
-        ends = self._target.tokenizer.ends(ids)
-        return [(token, bisect_left(drafter_ends, end) + 1) for token, end in zip(ids, ends, strict=True)]
+        if self._draft.begins_anew(drafted, len(self._bytes)):
+            start = safe_start(self._bytes, self._target.ends, len(self._bytes))
+            self._draft = _DraftText(
+                self._target.tokenizer,
+                self._drafter.tokenizer,
+                behind=len(self._bytes),
+                context=bytes(self._bytes[start:]),
+            )
+        return self._draft.translated(drafted)
+
+
+class _DraftText:
+    """The text of a draft in both vocabularies, from its first token to its last.
+
+    A draft grows by a token at a time, so only its last word is encoded again: ``done`` bytes before it have
+    their target tokens ``ids``. ``context`` is the end of the text, which has ``behind`` bytes.
+    """
+
+    def __init__(
+        self, target: Tokenizer, drafter: Tokenizer, *, behind: int = 0, context: bytes = b""
+    ) -> None:
+        self._target, self._drafter = target, drafter
+        self._behind, self._context = behind, context
+        self._drafted: list[int] = []
+        self._data, self._ends = bytearray(), list[int]()  # the draft's bytes, up to the end of each token
+        self._done, self._ids = 0, list[int]()
+        self._last: tuple[bytes, list[int]] = b"", []  # the last word, and its tokens
+
+    def begins_anew(self, drafted: Sequence[int], behind: int) -> bool:
+        """Whether ``drafted``, behind a text of so many bytes, is no continuation of this draft."""
+        return behind != self._behind or shared_length(self._drafted, drafted) < len(self._drafted)
+
+    def translated(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
+        """See :meth:`ByteBridge.to_target`."""
+        for token in drafted[len(self._drafted) :]:
+            self._drafted.append(token)
+            self._data += self._drafter.token_bytes(token)
+            self._ends.append(len(self._data))
+        word = self._word()
+        if word > self._done:
+            self._ids += self._encoded(word)
+            self._done = word
+        ids = [*self._ids, *self._encoded(len(self._data))]
+        return [
+            (token, bisect_left(self._ends, end) + 1)
+            for token, end in zip(ids, self._target.ends(ids), strict=True)
+        ]
+
+    def _word(self) -> int:
+        """Where the last word begins; ``done`` if nowhere behind that."""
+        at = self._data.rfind(b" ", self._done)
+        begins = at > 0 and self._data[at + 1 : at + 2].isalpha() and not self._data[at - 1 : at].isspace()
+        return at if begins else self._done
+
+    def _encoded(self, end: int) -> list[int]:
+        """The tokens of the bytes from ``done`` to ``end``."""
+        data = bytes(self._data[self._done : end])
+        if data != self._last[0]:
+            context = b"" if self._done else self._context
+            self._last = data, encode_after(self._target, context, data)
+        return self._last[1]
 
 
 Bridge = IdentityBridge | ByteBridge

@@ -124,7 +124,7 @@ class Policy:
             self._pricing.observe_pass(
                 passed.rows, passed.seconds, passed.experts, step.draft.first, passed.load
             )
-            self._judge_round(choice, step, prices)
+            self._judge_round(choice, step, self._pricing.at(passed.load))
             if rests:
                 self._guard.rest()
         self._longest = max(_FIRST_LENGTH, 2 * step.accepted)

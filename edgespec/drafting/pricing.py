@@ -8,7 +8,8 @@ a token exactly when its expected gain exceeds its time multiplied by that rate 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from operator import mul
 from typing import Final, Literal
@@ -45,38 +46,39 @@ class Pricing:
         self._scale = 1.0  # the present speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: the curve's remaining error
         self._share: dict[int, float] = {}  # of late passes that had so many rows
-        # By load and source, of passes over 0 rows and more, as they cost now.
-        self._times: dict[tuple[Load, str], list[float]] = {}
+        self._prices: Prices | None = None  # the latest, until something is learned
         self._overlap = max(_NEIGHBOURS, curve.experts.overlap) if curve.experts else 1.0
         self._overlaps: dict[str, float] = {}  # of the rows of each source's drafts
         self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
     def at(self, load: Load = ALONE) -> "Prices":
-        """The prices of passes that these requests share."""
-        return Prices(self, load)
+        """The present prices of passes that these requests share."""
+        if self._prices is None or self._prices.load != load:
+            self._prices = Prices(self, load)
+        return self._prices
 
     @property
     def gain(self) -> float:
         """The tokens of late rounds over those that plain decoding gives in their time; 0 without rounds."""
         return self._tokens / self._plain_tokens if self._plain_tokens else 0.0
 
-    def pass_seconds(self, rows: int, load: Load, source: str) -> float:
-        """Expected seconds of a pass over ``rows`` tokens, now, if ``source`` drafted them.
+    @property
+    def tells_sources_apart(self) -> bool:
+        """Whether rows cost more or less by the source that drafted them."""
+        return self._curve.experts is not None
 
-        They never fall with ``rows``, whatever passes took: they are at most those of wider passes that were
-        observed, and at least those of narrower ones.
+    def times(self, rows: int, load: Load, source: str) -> list[float]:
+        """Expected seconds of passes over no tokens, one, and so on up to ``rows`` or more, now.
+
+        ``source`` drafted the tokens. The times never fall, whatever passes took: they are at most those of
+        wider passes that were observed, and at least those of narrower ones.
         """
-        key = load, source if self._curve.experts else ""
-        times = self._times.get(key, [])
-        if rows >= len(times):
-            most, wider = max(rows, _FEW, *self._shape), math.inf
-            times = [self._seconds(n, *key) for n in range(most + 1)]
-            for n in reversed(range(most + 1)):
-                times[n] = min(times[n], wider)
-                wider = times[n] if n in self._shape else wider
-            times = list(accumulate(times, max))
-            self._times = {known: t for known, t in self._times.items() if known[0] == load} | {key: times}
-        return times[rows]
+        most, wider = max(rows, _FEW, *self._shape), math.inf
+        times = [self._seconds(n, load, source) for n in range(most + 1)]
+        for n in reversed(range(most + 1)):
+            times[n] = min(times[n], wider)
+            wider = times[n] if n in self._shape else wider
+        return list(accumulate(times, max))
 
     def _seconds(self, rows: int, load: Load, source: str) -> float:
         """The curve's seconds, as far as passes over so many rows corrected them."""
@@ -113,7 +115,7 @@ class Pricing:
         common = math.exp(logs / sum(self._share.values()))
         self._scale *= factor * common
         self._shape = {n: (error / common) ** _FADING for n, error in self._shape.items()}
-        self._times = {}
+        self._prices = None
 
     def observe_round(self, committed: int, seconds: float, load: Load = ALONE) -> None:
         """Learn from a whole round, drafting included."""
@@ -121,27 +123,33 @@ class Pricing:
         self._plain_tokens = _MEMORY * self._plain_tokens + seconds * self.at(load).plain_rate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prices:
     """What rows cost now in passes that the requests of ``load`` share, and what time is worth.
 
     Each of these requests has a row in any case, and proposals are priced behind these rows. Plain decoding
-    gives all of them a token in T(sequences).
+    gives all of them a token in T(sequences). A round asks for prices some fifty times, so they are computed
+    once.
     """
 
     pricing: Pricing
     load: Load
+    _times: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def pass_seconds(self, rows: int, source: str = "") -> float:
         """Expected seconds of a target pass over ``rows`` tokens, if ``source`` drafted them."""
-        return self.pricing.pass_seconds(rows, self.load, source)
+        source = source if self.pricing.tells_sources_apart else ""
+        times = self._times.get(source, [])
+        if rows >= len(times):
+            times = self._times[source] = self.pricing.times(rows, self.load, source)
+        return times[rows]
 
     def rows_seconds(self, count: int, behind: int = 0, source: str = "") -> float:
         """Expected seconds by which ``count`` proposals, behind others, make a pass longer."""
         first = self.load.sequences + behind
         return self.pass_seconds(first + count, source) - self.pass_seconds(first, source)
 
-    @property
+    @cached_property
     def token_s(self) -> float:
         """Present seconds of a token in plain decoding."""
         return self.pass_seconds(self.load.sequences) / self.load.sequences

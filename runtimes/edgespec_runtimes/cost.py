@@ -27,6 +27,7 @@ _CONTEXT_BYTES = 64 << 20
 _CONTEXT_ROWS = 8
 _CONTEXT_REPEATS = 3
 _SAMPLES = 4
+_FEW = 33  # rows
 _LEAST_OVERLAP, _HALVINGS = 1e-3, 16
 
 
@@ -82,9 +83,15 @@ class CostCurve:
         It is linear between measured points and, never falling, beyond.
         """
         attention_s = context * (sequences * self.context_s + rows * self.row_context_s)
-        return self._few_behind(rows) + attention_s
+        few = self._few
+        return (few[rows] if rows < len(few) else self._line(rows)) + attention_s
 
-    def _few_behind(self, rows: int) -> float:
+    @cached_property
+    def _few(self) -> list[float]:
+        """The cost of few rows, because a round asks for it some fifty times."""
+        return [self._line(rows) for rows in range(_FEW)]
+
+    def _line(self, rows: int) -> float:
         points = self._points
         right = min(max(1, bisect_left(points, (rows,))), len(points) - 1)
         (n0, t0), (n1, t1) = points[right - 1 : right + 1]
@@ -93,10 +100,7 @@ class CostCurve:
 
     @cached_property
     def _points(self) -> list[tuple[int, float]]:
-        """The points, sorted once, because a round reads them some fifty times.
-
-        Nothing is cheaper than the least size.
-        """
+        """The points in order. Nothing is cheaper than the least size."""
         points = sorted(self.seconds_by_rows.items())
         return [(0, points[0][1]), *points]
 

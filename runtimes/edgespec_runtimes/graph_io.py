@@ -7,7 +7,7 @@ runs the graph, and reads the outputs.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -44,13 +44,14 @@ _Input = tuple[str, npt.NDArray[Any], Any, Memory]
 _OfRows = Callable[[slice], Predictions]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Bound:
     """A binding for passes of one shape.
 
     ``changing`` are the ``inputs`` (name, array, value, and its memory) that change in the next pass.
     ``predictions`` belong to rows of the last run, ``hidden`` are other outputs of it. ``options`` are ONNX
-    Runtime's options of its runs, or None.
+    Runtime's options of its runs, or None. ``blocks`` are the numbers of the cache's blocks in the bound
+    ``table``.
     """
 
     binding: Any
@@ -59,6 +60,8 @@ class _Bound:
     changing: Sequence[_Input]
     predictions: _OfRows
     hidden: Sequence[Floats]
+    blocks: list[int] | None = None
+    table: npt.NDArray[np.int64] | None = None
 
 
 class _GraphModel(LoadedModel):
@@ -226,9 +229,11 @@ class NativeModel(_GraphModel):
             for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](pass_)
                 memory.write(value, array)
-        if self.takes_several:  # of another shape again and again
-            blocks = np.array(INPUTS[BLOCKS](pass_), np.int64)
-            bound.binding.bind_ortvalue_input(BLOCKS, ort_value(blocks))
+        if self.takes_several:  # their number changes, too
+            blocks = [*chain.from_iterable(part.blocks for part in parts)]
+            if blocks != bound.blocks:
+                bound.blocks, bound.table = blocks, np.array(blocks, np.int64)
+                bound.binding.bind_ortvalue_input(BLOCKS, ort_value(bound.table))
         if self.lent:  # at every pass, since the target may have moved them
             (parts[0].cache or self.cache).lend(bound.binding, self.lent)
         self._session.run_with_iobinding(bound.binding, bound.options)

@@ -14,12 +14,13 @@ from edgespec_models.errors import BundleError
 from edgespec_runtimes.ort import ort
 
 _Array = npt.NDArray[Any]
-_ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "int64": 7, "float16": 10}
+_NAMES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "int64": 7, "float16": 10}
+_ONNX_TYPES = {np.dtype(name): number for name, number in _NAMES.items()}  # a dtype makes its name anew
 
 
 def ort_value(array: _Array) -> Any:
     """An OrtValue over the array's own memory, which must outlive it."""
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype])
 
 
 class Block:

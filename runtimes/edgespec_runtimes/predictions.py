@@ -138,6 +138,7 @@ class Hidden:
         shapes = {value.name: value.shape for value in session.get_inputs()}
         self._widths = shapes.get("features", (0,))[-1], shapes.get("states", (0,))[-1]
         self._width = self._widths[1] or width
+        self._none = tuple(np.zeros((0, width), np.float32) for width in self._widths)
 
     def order(self, parts: Sequence[Part]) -> list[int]:
         """The order in which a pass reads parts: parts with features come first."""
@@ -148,7 +149,9 @@ class Hidden:
 
         Missing states are zeros, for measurements of passes.
         """
-        features, states = (np.zeros((0, width), np.float32) for width in self._widths)
+        features, states = self._none
+        if not any(self._widths):
+            return features, states
         of_parts = [part.features for part in parts if part.features is not None]
         written = [
             np.zeros((len(part.tokens), self._widths[1]), np.float32) if part.states is None else part.states

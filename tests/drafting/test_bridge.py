@@ -142,9 +142,27 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(side, "encode_bytes", partial(counted, side.encode_bytes))
     bridge.to_drafter([1, 2, 3, *tokens, *tokens[:5]])
     bridge.to_target(tokenizer("sentencepiece").encode("the quick"))
-    assert len(sizes) == 2
     assert max(sizes) < 200
-    assert sizes[1] >= 24 + len(" the quick")  # with context to its left
+    assert sizes[2:] == [len(" quick")]
+    assert sizes[1] >= 24 + len("the")  # with context to its left
+    sizes.clear()
+    bridge.to_target(tokenizer("sentencepiece").encode("the quick brown"))
+    assert sizes == [len(" brown")]
+
+
+@pytest.mark.parametrize(("target", "drafter"), PAIRS)
+def test_a_draft_that_grows_is_translated_like_one_that_is_there(target: str, drafter: str) -> None:
+    tokens = tokenizer(target).encode_bytes(TEXT.encode())
+    growing = _bridge(target, drafter)
+    for end in range(1, len(tokens) - 20, 7):
+        whole = _bridge(target, drafter)
+        for bridge in (growing, whole):
+            bridge.to_drafter([1, 2, 3, *tokens[:end]])
+        behind = TEXT.encode()[len(tokenizer(target).bytes_of(tokens[:end])) :]
+        drafted = tokenizer(drafter).encode_bytes(behind[:60])
+        grown = [growing.to_target(drafted[:count]) for count in range(1, len(drafted) + 1)]
+        assert grown[-1] == whole.to_target(drafted)
+        assert growing.to_target(drafted[:2]) == grown[1]  # another draft of the same round
 
 
 def test_nothing_generated_nothing_drafted() -> None:
