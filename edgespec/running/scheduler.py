@@ -73,7 +73,7 @@ class Scheduler:
         check_process(self._process)
 
     def put(self, ticket: Ticket) -> None:
-        """Queue a request, once."""
+        """Queue a request, once. There is always room behind the first of several answers."""
         self.check_process()
         with self._changed:
             if ticket.stage is not Stage.NEW:
@@ -86,7 +86,8 @@ class Scheduler:
             if self.is_closed:
                 raise Closed("the model is closed; load it again")
             self._sweep()
-            if len(self.waiting) + len(self.running) >= self._most_waiting + self.at_once:
+            is_full = len(self.waiting) + len(self.running) >= self._most_waiting + self.at_once
+            if is_full and ticket.first is None:
                 raise Busy(
                     f"{self._most_waiting} requests wait already, as many as max_waiting allows; ask again "
                     "later, or load the model with a larger max_waiting"

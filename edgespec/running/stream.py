@@ -11,7 +11,7 @@ from weakref import finalize
 from edgespec.answering.results import Generation, Record, choice_id, nothing
 from edgespec.running.scheduler import Scheduler
 from edgespec.running.ticket import LOOK_S, InProcess, Stage, Ticket
-from edgespec_models.errors import Busy, RequestError
+from edgespec_models.errors import RequestError
 
 _ENDED_EARLY: Final = ("cancelled", "timeout", "closed")
 
@@ -69,13 +69,17 @@ class Stream(
         """
         return Records(self)
 
-    def start(self) -> None:
+    def start(self, first: "Stream | None" = None) -> None:
         """Queue the request now, without waiting for it to be read.
+
+        With ``first`` it is another answer to that stream's request, which is queued already: it has what is
+        left of the request's time, and there is always room for it.
 
         Raises:
             Busy: too many requests wait.
             Closed: the model is closed.
         """
+        self._ticket.first = None if first is None else first._ticket
         self._queue.put(self._ticket)
 
     @property
@@ -196,34 +200,29 @@ class Answers:
     """Answers to several prompts, with one of ``streams`` for each that is decoded, in a row for each prompt.
 
     Each prompt has ``n`` answers; a single stream stands for all of them, because they are equal. As many
-    run as the model answers at once. The others wait here, and not in the queue, which may be full.
+    run as the model answers at once. The others wait here, and not in the queue, which may be full. All share
+    the time that the request may take, and none begins behind one that ended early.
     """
 
     def __init__(self, streams: Sequence[Sequence[Stream]], n: int) -> None:
         self._rows, self.n = streams, n
         self.streams = [*chain.from_iterable(streams)]
-        self._waiting, self._running = deque(self.streams), list[Stream]()
-        self._count = len(self.streams)
+        self._waiting, self._begun = deque(self.streams), list[Stream]()
 
     def start(self) -> list[Stream]:
         """Start the next answers if there is room for them, and return their streams.
 
         Raises:
-            Busy: other requests fill the queue, and none of these runs.
+            Busy: other requests fill the queue, and none of these was started.
             Closed: the model is closed.
         """
-        self._running = [stream for stream in self._running if not stream.ended]
-        started = list[Stream]()
-        while self._waiting and len(self._running) < self._waiting[0].at_once:
-            try:
-                self._waiting[0].start()
-            except Busy:
-                if not self._running:
-                    raise
-                break
-            started.append(self._waiting.popleft())
-            self._running.append(started[-1])
-        return started
+        ended, before = [stream for stream in self._begun if stream.ended], len(self._begun)
+        if any(stream.result.finish_reason in _ENDED_EARLY for stream in ended):
+            self._waiting.clear()
+        while self._waiting and len(self._begun) - len(ended) < self._waiting[0].at_once:
+            self._waiting[0].start(*self._begun[:1])
+            self._begun.append(self._waiting.popleft())
+        return self._begun[before:]
 
     def run(self) -> list[Generation]:
         """Generate to the end; see :attr:`results`."""
@@ -246,14 +245,11 @@ class Answers:
 
     @property
     def results(self) -> list[Generation]:
-        """For each prompt the first answer, with all of them as its choices.
-
-        :meth:`run` leaves out those behind one that ended early.
-        """
-        answers, results = [stream.result for stream in self.streams[: self._count]], list[Generation]()
+        """For each prompt the first answer, with all that began as its choices."""
+        answers, results = [stream.result for stream in self._begun], list[Generation]()
         missing = [nothing(answers[-1].finish_reason)]
         for row in self._rows:
-            results.append(_together(answers[: len(row)] or missing, self.n))
+            results.append(_together(answers[: len(row)] or missing, self.n // len(row)))
             answers = answers[len(row) :]
         return results
 
@@ -264,20 +260,17 @@ class Answers:
         return range(at, at + same)
 
     def _in_turn(self) -> Iterator[Stream]:
-        """Each stream, started. None begins behind one that ended early."""
-        for count, stream in enumerate(self.streams, 1):
+        """Each stream that is started."""
+        for stream in self.streams:
             self.start()
-            yield stream
-            if stream.result.finish_reason in _ENDED_EARLY:
-                self._count = count
+            if stream not in self._begun:
                 return
+            yield stream
 
 
-def _together(results: Sequence[Generation], count: int) -> Generation:
-    """The first of the answers to one prompt, with all of them as its choices."""
-    first, *others = results
-    if not others and first.finish_reason not in _ENDED_EARLY:
-        others = [first] * (count - 1)
+def _together(results: Sequence[Generation], same: int) -> Generation:
+    """The first of the answers to one prompt, with all of them as its choices, each ``same`` times."""
+    first, *others = [result for result in results for _ in range(same)]
     others = [
         replace(other, tool_calls=tuple(replace(c, id=choice_id(c.id, at)) for c in other.tool_calls))
         for at, other in enumerate(others, 1)

@@ -45,7 +45,8 @@ class Ticket:
 
     ``prompt`` makes the prompt when it is first needed. ``ended`` is called with the result before any reader
     gets it. Requests of one ``conversation`` run one after the other. ``answer`` is there once it runs, and
-    ``close`` frees what it runs on, once. ``interruption`` is the reason to end it early.
+    ``close`` frees what it runs on, once. ``interruption`` is the reason to end it early. ``first`` is the
+    ticket of the first of several answers, with whose queueing the time of all begins; else None.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Ticket:
         self.answer: Answer | None = None
         self.close: Callable[[], None] = lambda: None
         self.interruption: FinishReason | None = None
+        self.first: Ticket | None = None
         self.result: Generation | None = None
         self._error: BaseException | None = None
         self._queued_at, self.number = 0.0, 0
@@ -77,12 +79,13 @@ class Ticket:
         return self._read()
 
     def queue(self, number: int) -> None:
-        """Note that the request is queued, the ``number``-th one: its time begins."""
-        self.number, self._queued_at, self.stage = number, monotonic(), Stage.WAITING
+        """Note that the request is queued, the ``number``-th one: its time begins, unless it has begun."""
+        self.number, self.stage = number, Stage.WAITING
+        self._queued_at = monotonic() if self.first is None else self.first._queued_at
 
     @property
     def queued_s(self) -> float:
-        """Seconds since it was queued."""
+        """Seconds since it was queued, or the first of several answers."""
         return monotonic() - self._queued_at
 
     def postpone(self) -> None:

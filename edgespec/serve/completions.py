@@ -226,7 +226,8 @@ class Completions:
         for choice in choices.values():
             count.tokens += len(choice.tokens)  # greedy choices share one answer
             count.stats.append(choice.stats)
-            _check_ended(choice)
+        for choice in choices.values():
+            _check_ended(choice, count.tokens)
         return JSONResponse(job.reply.whole(answers))
 
 
@@ -294,6 +295,8 @@ class _EventStream(StreamingResponse):
             progress, chunks = record.progress, list[Json]()
             self._read = progress
             self._count.tokens += len(record.tokens)
+            if record.finish_reason is not None and not (has_begun or record.tokens):
+                continue  # the result tells whether that is an error
             if progress is not None and not self._job.body.return_progress:
                 yield []
                 continue
@@ -305,8 +308,9 @@ class _EventStream(StreamingResponse):
                 yield chunks + [chunk for choice in choices for chunk in choice.chunk(record, shown)]
             else:
                 yield chunks + choices[0].reading(progress)
-        _check_ended(stream.result)
+        _check_ended(stream.result, self._count.tokens)
         self._count.stats.append(stream.result.stats)
+        yield [chunk for choice in choices if not has_begun for chunk in choice.begin()]
         yield [chunk for choice in choices for chunk in choice.end(stream.result)]
 
     async def _lines(self) -> AsyncIterator[str]:
@@ -397,15 +401,15 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _check_ended(answer: Generation) -> None:
-    """Refuse a request that ended before it had an answer.
+def _check_ended(answer: Generation, tokens: int) -> None:
+    """Refuse a request that ended before it had an answer. All its answers have so many ``tokens``.
 
     Raises:
         Problem: the server ends, or the time was up before the first token.
     """
     if answer.finish_reason == "closed":
         raise shutting_down()
-    if answer.finish_reason == "timeout" and not answer.tokens:
+    if answer.finish_reason == "timeout" and not tokens:
         raise _too_late()
 
 

@@ -137,7 +137,7 @@ class ServedStream:
     def ended(self) -> bool:
         return self._over
 
-    def start(self) -> None:
+    def start(self, first: object = None) -> None:
         pass
 
     def cancel(self) -> None:

@@ -1,6 +1,9 @@
 """Several answers in one stream: whose pieces they are, what they cost, and that they end together."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from typer.testing import CliRunner
 from edgespec.cli import app
 from edgespec.engine import Model
 from edgespec.loading.options import LoadOptions
+from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
 from tests.kit.models import VOCAB, printable, toy_model
 from tests.kit.serving import ask, events, serving
@@ -104,6 +108,58 @@ def test_prompts_behind_an_answer_that_ends_early_have_none() -> None:
             ["cancelled"]
         ] * 2
         assert all(stream.ended for stream in answers.streams)
+
+
+def slow(pause_s: float, read: Event, parallel: int, **options: Any) -> Model:
+    """A model whose rows take their time; ``read`` is set when it reads the first."""
+    logits = printable(markov_logits(0, VOCAB, scale=4.0))
+
+    def slowly(tokens: Any) -> Any:
+        read.set()
+        sleep(pause_s)
+        return logits(tokens)
+
+    session = ToySession(slowly, VOCAB, several=True)
+    return toy_model(session, options=LoadOptions(parallel=parallel, **options))
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_all_answers_share_the_time_of_their_request(parallel: int, greedy: bool) -> None:
+    """Those that had no time to begin are left out, in streams too; an answer that stands for all is not."""
+    body = DRAWN | {"prompt": "a", "max_tokens": 200} | ({"temperature": 0} if greedy else {})
+    options = ServeOptions(port=0, timeout_s=1.0)
+    with slow(0.05, Event(), parallel) as model, serving(model, options) as url:
+        whole = ask(url, TEXT, body).json
+        assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * (
+            3 if greedy else parallel
+        )
+        *chunks, used, _ = events(ask(url, TEXT, {**body, **USAGE, "stream": True}))
+        assert len(texts(chunks)) == len(whole["choices"])
+        assert used["usage"]["completion_tokens"] == sum(
+            len(c["choices"][0]["edgespec"].get("tokens", ())) for c in chunks
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_behind_the_first_wait_for_room_and_are_not_refused(stream: bool) -> None:
+    """Others fill the queue while the first is written."""
+    read, pool = Event(), ThreadPoolExecutor(max_workers=8)
+    with slow(0.02, read, 1, max_waiting=1) as model, serving(model) as url, pool:
+        asked = pool.submit(ask, url, TEXT, DRAWN | {"prompt": "a", "stream": stream})
+        assert read.wait(10)
+        others = [pool.submit(ask, url, TEXT, DRAWN | {"prompt": "b", "n": 1}) for _ in range(6)]
+        reply = asked.result()
+        assert {other.result().status for other in others} == {200, 429}
+    choices = texts(events(reply)[:-1]) if stream else reply.json["choices"]
+    assert reply.status == 200 and len(choices) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_time_for_a_first_token_is_an_error_with_its_status(stream: bool) -> None:
+    with several(1) as model, serving(model, ServeOptions(port=0, timeout_s=1e-4)) as url:
+        reply = ask(url, TEXT, DRAWN | {"prompt": "a", "stream": stream})
+    assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
 
 
 def test_the_command_says_how_many_run_at_once(loads: Callable[[Any], None]) -> None:
