@@ -132,8 +132,9 @@ def test_several_answers_have_the_seeds_in_turn(model: Model) -> None:
     assert last.choices[1].tokens == model.generate(PROMPT, seed=0, **options).tokens
     greedy = model.generate(PROMPT, n=3, max_tokens=6)
     assert [choice.tokens for choice in greedy.choices] == [model.generate(PROMPT, max_tokens=6).tokens] * 3
-    for ended in ({"cancelled": lambda: True}, {"timeout": 1e-9}):
-        assert len(model.generate(PROMPT, n=3, temperature=1.0, **ended).choices) == 1
+    for reason, ended in (("cancelled", {"cancelled": lambda: True}), ("timeout", {"timeout": 1e-9})):
+        choices = model.generate(PROMPT, n=3, temperature=1.0, **ended).choices
+        assert {(choice.finish_reason, choice.tokens) for choice in choices} == {(reason, ())}
     for refuses in (model.stream, model.conversation):
         with pytest.raises(RequestError, match="n is 2; allowed: 1"):
             refuses(PROMPT, n=2)
