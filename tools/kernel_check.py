@@ -27,7 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "ke
 from compiling import CACHE, SOURCES, BuildError, check_program
 from targets import CHECK, KERNELS, TARGETS, Target, native_target
 
-SANITIZE = ("-std=c++20", "-O1", "-g", "-w", "-Wno-psabi", "-ffp-contract=off", "-fno-math-errno", "-pthread")
+# Each buffer is allocated, so that reads beyond its end are seen.
+SANITIZE = (
+    "-DEDGESPEC_SMALL_BUFFER=0",
+    "-std=c++20",
+    "-O1",
+    "-g",
+    "-w",
+    "-Wno-psabi",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-pthread",
+)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {

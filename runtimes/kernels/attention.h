@@ -202,12 +202,15 @@ class Attention {
       std::copy(x, x + head_dim_, y);
     const int64_t apart = distance_ > 0 ? distance_ : s.pairs;
     const float *cos = s.cos + position * s.pairs, *sin = s.sin + position * s.pairs;
-    for (int64_t i = 0; i < s.pairs; i++) {
-      const int64_t a = interleaved_ ? 2 * i : i, b = interleaved_ ? 2 * i + 1 : apart + i;
-      const float first = y[a], second = y[b];
-      y[a] = first * cos[i] - second * sin[i];
-      y[b] = second * cos[i] + first * sin[i];
-    }
+    const auto rotate = [&](float& a, float& b, int64_t i) {
+      const float first = a, second = b;
+      a = first * cos[i] - second * sin[i];
+      b = second * cos[i] + first * sin[i];
+    };
+    if (interleaved_)
+      for (int64_t i = 0; i < s.pairs; i++) rotate(y[2 * i], y[2 * i + 1], i);
+    else  // a loop of its own, which compilers turn into vectors
+      for (int64_t i = 0; i < s.pairs; i++) rotate(y[i], y[apart + i], i);
     if (factor != 1.0f)
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
   }

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <atomic>
 #include <charconv>
+#include <cstddef>
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -53,10 +55,17 @@ std::string text_of(const Ask& ask) {
   return value;
 }
 
+// A tensor's dimensions: a view of ONNX Runtime's, or of a list in the same expression.
+struct Shape : std::span<const int64_t> {
+  using span::span;
+  Shape(std::initializer_list<int64_t> list) : span(list.begin(), list.size()) {}
+  bool operator==(const Shape& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
+};
+
 struct Tensor {
   bool present = false;  // an empty tensor may have no data
   void* data = nullptr;
-  std::vector<int64_t> shape;
+  Shape shape;
 
   explicit operator bool() const { return present; }
   const float* floats() const { return static_cast<const float*>(data); }
@@ -79,7 +88,7 @@ inline Tensor read(const Api& api, const OrtValue* value, const ort::Input& inpu
   size_t count = 0;
   check(api.type_and_shape(value, &type, &dimensions, &count));
   require(type == input.type, "an input is of another type than its operator takes");
-  tensor.shape.assign(dimensions, dimensions + count);
+  tensor.shape = Shape(dimensions, count);
   check(api.data(const_cast<OrtValue*>(value), &tensor.data));
   return tensor;
 }
@@ -202,7 +211,7 @@ class Pass {
   }
 
   template <class T>
-  T* output(size_t index, const std::vector<int64_t>& shape) const {
+  T* output(size_t index, const Shape& shape) const {
     OrtValue* value = nullptr;
     check(api_.output(context_, index, shape.data(), shape.size(), &value));
     require(value != nullptr, "a node lacks an output");
@@ -236,20 +245,33 @@ class Pass {
   std::span<const ort::Input> inputs_;
 };
 
+// Bytes of a buffer that need no allocation. Checks of memory set 0, because they see only the ends of what is
+// allocated.
+#if !defined(EDGESPEC_SMALL_BUFFER)
+#define EDGESPEC_SMALL_BUFFER 4096
+#endif
+
+// Numbers of a scope, not set. Allocations took a fifth of a short attention's instructions, so a small buffer has
+// its numbers within itself.
 template <class T>
 class Buffer {
  public:
   explicit Buffer(int64_t count) {
     const size_t bytes = sizeof(T) * static_cast<size_t>(count);
-    if (bytes > 0) data_ = static_cast<T*>(::operator new(bytes, std::align_val_t(64)));
+    is_small_ = bytes <= EDGESPEC_SMALL_BUFFER;
+    data_ = static_cast<T*>(is_small_ ? static_cast<void*>(small_) : ::operator new(bytes, std::align_val_t(64)));
   }
-  ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
+  ~Buffer() {
+    if (!is_small_) ::operator delete(data_, std::align_val_t(64));
+  }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   T* get() const { return data_; }
 
  private:
-  T* data_ = nullptr;
+  bool is_small_;
+  T* data_;
+  alignas(64) std::byte small_[EDGESPEC_SMALL_BUFFER + 64];
 };
 
 constexpr int64_t kMost = int64_t{1} << 30;  // the most of any width: three products of two fit 64 bits

@@ -33,7 +33,7 @@ class ShortConv {
     const Tensor ring = pass.input(kInputs["ring"]), ends = pass.input(kInputs["ends"]);
     require(gated.shape.size() == 3 && gated.last() == 3 * channels_,
             "a convolution's input is not float32 (1, rows, three times the channels)");
-    require(taps.shape == std::vector{taps_, channels_}, "a convolution's weights are not float32 (taps, channels)");
+    require(taps.shape == Shape{taps_, channels_}, "a convolution's weights are not float32 (taps, channels)");
     require(ring.shape.size() == 3 && ring.shape[1] == length() && ring.shape[2] == channels_,
             "a convolution's ring is not float32 (slots, 16 + taps - 1, channels)");
     require(ends.shape.size() == 3 && ends.shape[1] == taps_ - 1 && ends.shape[2] == channels_,

@@ -88,7 +88,7 @@ class Delta {
     float* y;  // (rows, values)
   };
 
-  static float* kept_as(const Pass& pass, size_t index, const std::vector<int64_t>& shape) {
+  static float* kept_as(const Pass& pass, size_t index, const Shape& shape) {
     const Tensor past = pass.input(index);
     require(past.shape == shape, "a state is not shaped as its layer");
     return kept<float>(pass, index, past);

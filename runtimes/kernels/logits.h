@@ -67,7 +67,7 @@ class Clusters {
   void run(const Pass& pass) const {
     const Tensor x = pass.input(kInputs["x"]), scores = pass.input(kInputs["scores"]);
     require(x.shape.size() == 3 && x.last() == inputs_ &&
-                scores.shape == std::vector{x.shape[0], x.shape[1], clusters_},
+                scores.shape == Shape{x.shape[0], x.shape[1], clusters_},
             "the input of clusters is not float32 (1, rows, inputs), with a score for each cluster");
     const int64_t rows = x.size() / inputs_, columns = part_.columns, blocks = inputs_ / kBlock;
     auto* y = pass.output<float>(0, {x.shape[0], x.shape[1], columns});

@@ -25,7 +25,7 @@ class Embedding {
 
   void run(const Pass& pass) const {
     const Tensor ids = tokens_of(pass);
-    std::vector<int64_t> shape = ids.shape;
+    std::vector<int64_t> shape(ids.shape.begin(), ids.shape.end());
     shape.push_back(inputs_);
     auto* y = pass.output<float>(0, shape);
     pass.spread(ids.size(), [&](int64_t i) { row(ids, i, y + i * inputs_); });
