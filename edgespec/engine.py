@@ -167,6 +167,8 @@ def load(
             if learner is not None:
                 drafter_bundle = learner.changed(options.weights, made_for[1], progress) or drafter_bundle
         drafter_placement = placed(drafter_bundle, drafter_device)
+    for bundle in filter(None, (target_bundle, drafter_bundle) if options.kv == "8bit" else ()):
+        bundle.keep_bytes()
     if options.adapt:
         from edgespec.history.adapting import check_can_train
 

@@ -9,6 +9,7 @@ import typer
 
 from edgespec.cli import options
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
+from edgespec.loading.options import LoadOptions
 from edgespec_runtimes.cpu import CpuOptions
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _GAINS = {
 """Columns, and the figures in them."""
 
 
-@options.shared(options.of(CpuOptions, "threads", "instructions"))
+@options.shared({**options.of(CpuOptions, "threads", "instructions"), **options.of(LoadOptions, "kv")})
 def cost(
     context: typer.Context,
     bundle: options.Target,
@@ -81,6 +82,8 @@ def cost(
         check_writable(report)
     with progress_bars() as progress:
         opened = open_model(bundle, "drafter" if as_drafter else "target", progress=progress)
+        if context.params["kv"] == "8bit":
+            opened.keep_bytes()
         drafts = as_drafter or opened.manifest.role == "drafter"
         cpu = replace(cpu, exact_rows=not drafts)
         result = measure_costs(opened, cpu, fresh=fresh, progress=progress).to_json()

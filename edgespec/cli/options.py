@@ -128,7 +128,7 @@ def loading() -> Group:
     device = "The device of the drafter: the same names as for --device."
     return {
         "drafter": (Drafter, "auto"),
-        **of(LoadOptions, "threads", adapters="--adapter"),
+        **of(LoadOptions, "threads", "kv", adapters="--adapter"),
         "device": _option(str, "auto", f"The device of the target: {_DEVICES}.", metavar="DEVICE"),
         "drafter_device": _option(str, "auto", device, metavar="DEVICE"),
         "history": _option(

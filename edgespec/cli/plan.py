@@ -22,7 +22,7 @@ _VERDICTS = {
 }
 
 
-@shared(of(LoadOptions, adapters="--adapter"))
+@shared(of(LoadOptions, "kv", adapters="--adapter"))
 def plan(
     typed: typer.Context,
     target: Target,
@@ -48,7 +48,8 @@ def plan(
     import edgespec
 
     drafts = None if drafter == "none" else drafter
-    made = edgespec.plan(target, drafts, context=context, adapters=tuple(typed.params["adapters"] or ()))
+    adapters, kv = tuple(typed.params["adapters"] or ()), typed.params["kv"]
+    made = edgespec.plan(target, drafts, context=context, adapters=adapters, kv=kv)
     if as_json:
         print_json(made.to_json())
         return

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.decoders.kept import types_of
 from edgespec_models.errors import EdgespecError
 from edgespec_models.storage import measurements_dir, read_text, write_text
 from edgespec_runtimes.cost import CostCurve, ExpertCosts
@@ -40,13 +41,15 @@ _LOG = logging.getLogger("edgespec")
 class Conditions:
     """The conditions that a measurement depends on.
 
-    ``device`` is ``cpu``, or name and version of another; ``options`` say how many threads. ``machine`` is
-    processor, cores, system, the version of ONNX Runtime and the kernels' library.
+    ``device`` is ``cpu``, or name and version of another; ``options`` say how many threads. ``kept`` are the
+    types of the KV cache. ``machine`` is processor, cores, system, the version of ONNX Runtime and the kernels'
+    library.
     """
 
     bundle: str
     device: str
     options: CpuOptions
+    kept: str
     machine: dict[str, Any]
 
     @classmethod
@@ -56,6 +59,7 @@ class Conditions:
             bundle=bundle.digest,
             device=device,
             options=replace(options, threads=options.threads or default_threads()),
+            kept=types_of(bundle.manifest.kept),
             machine=_fingerprint(),
         )
 

@@ -155,6 +155,11 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
     last, whole = max(head.feature_layers), len(head.feature_layers) == 1  # what leaves the last layer
     reads = last == made.num_layers if whole else last <= made.num_layers
     if isinstance(head, Transformer):
+        if record(head).read and "int8" in {tensor.type for tensor in target.manifest.kept}:
+            raise RequestError(
+                f"{drafter.path.name} reads its target's keys and values in 16 bits; leave out kv, or take "
+                "another drafter"
+            )
         reads &= {*record(head).read_in("float16")} <= {*target.manifest.kept}
     wanted = head.vocab_size, head.feature_width, reads
     if wanted != (made.vocab_size, made.hidden_size, True):

@@ -22,6 +22,8 @@ class LoadOptions(Checked):
         spinning: Idle threads wait busily for up to 50 µs within a pass.
         max_draft: The most tokens of a draft. Each round decides how many are worth drafting.
         weights: The weights of exports that a load makes: ``exact`` or ``portable``. None takes ``exact``.
+        kv: The KV cache in ``16bit``, or in ``8bit``, which takes half the memory and disk and changes
+            answers a little.
         namespace: Keeps what a history learns apart, for an app, a task or a language.
         keep_prompts: Keep whole turns, prompts included, in the history, so that a drafter can learn
             from them (``docs/history.md``). Requests with ``prompt_cache=False`` are left out.
@@ -51,6 +53,7 @@ class LoadOptions(Checked):
     spinning: bool = True
     max_draft: Annotated[int, within(1, 64)] = 32
     weights: Annotated[str, one_of(WEIGHTS)] | None = None
+    kv: Annotated[str, one_of(("16bit", "8bit"))] = "16bit"
     namespace: Annotated[str, matching(r"[^\ud800-\udfff]{0,200}", "of at most 200 characters")] = ""
     keep_prompts: bool = False
     adapt: Annotated[str, one_of(("idle",))] | None = None

@@ -21,7 +21,7 @@ from edgespec.loading.footprint import (
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.decoders.config import DecoderShape
-from edgespec_models.decoders.kept import BLOCK, KeptTensor, KeptType, keys_and_values
+from edgespec_models.decoders.kept import BLOCK, KeptTensor, KeptType, in_bytes, keys_and_values
 from edgespec_models.decoders.record import record
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
@@ -44,6 +44,7 @@ def plan(
     context: Annotated[int, within(1)] | None = None,
     weights: str | None = None,
     adapters: tuple[str, ...] = (),
+    kv: str = "16bit",
 ) -> Plan:
     """Plan the memory and disk space of a target and its drafter; nothing is pulled, exported or loaded.
 
@@ -54,6 +55,7 @@ def plan(
         context: tokens of a text to plan for besides 2,048, 8,192, 32,768 and the model's whole context.
         weights: policy of exports, as in :class:`edgespec.LoadOptions`.
         adapters: adapters of the target, as there.
+        kv: bits of keys and values, as there.
 
     Returns:
         A :class:`Plan`. Its verdicts are for the CPU's memory; weights and KV cache of a bundle that was made
@@ -79,6 +81,8 @@ def plan(
             model = first_use.made_for(path, source, Wanted("drafter", weights, None))
         model = model or (path if path == source else look_up(drafter, "drafter", weights))
         second = footprint(model, "drafter", weights, source)
+    if kv == "8bit":
+        first, second = in_8_bits(first), second and in_8_bits(second)
     longest = first.cache.longest
     if context is not None and context > longest:
         raise RequestError(
@@ -88,6 +92,11 @@ def plan(
     place = next(path for path in (home(), *home().resolve().parents) if path.is_dir())
     made = with_gpu(Plan(first, second, machine_memory(), shutil.disk_usage(place).free))
     return replace(made, contexts=tuple(made.fit(tokens) for tokens in sorted(lengths)))
+
+
+def in_8_bits(model: Footprint) -> Footprint:
+    """The footprint with keys and values in 8 bits."""
+    return replace(model, cache=replace(model.cache, kept=in_bytes(model.cache.kept)))
 
 
 def look_up(reference: Reference, role: Role, weights: str | None, adapters: tuple[str, ...] = ()) -> Found:

@@ -21,6 +21,7 @@ import psutil
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import Part, stream_name
+from edgespec_models.decoders.kept import KeptTensor, types_of
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import Checked, one_of, within
 from edgespec_models.storage import prompts_name
@@ -117,7 +118,8 @@ def open_cpu(
     options = options or CpuOptions()
     native, chunk, exact = bundle.manifest.operators == "edgespec", options.prefill_chunk, options.exact_rows
     streams = [stream_name(layer) for layer in read_layers]
-    session = open_graph(bundle.graph, options, native=native, streams=streams)
+    kept = [tensor for tensor in bundle.manifest.kept if native and tensor.type == "int8"]
+    session = open_graph(bundle.graph, options, native=native, streams=streams, in_bytes=kept)
     if not bundle.tensors.own:
         return ForeignModel(session, bundle, chunk=chunk, exact_rows=exact).opened(row_exact)
     model = NativeModel(session, bundle, chunk=chunk, exact_rows=exact, read_layers=read_layers)
@@ -139,7 +141,8 @@ def open_cpu(
 
 def _prompt_key(bundle: Bundle) -> str:
     """A key of the bundle and the kernels, on which bits depend. They do not depend on instructions."""
-    digest = hashlib.sha256(f"{bundle.digest} {library_digest()}".encode()).hexdigest()
+    kept = types_of(bundle.manifest.kept)
+    digest = hashlib.sha256(f"{bundle.digest} {library_digest()} {kept}".encode()).hexdigest()
     return f"{prompts_name(bundle.manifest.name)}-{digest[:16]}"
 
 
@@ -154,10 +157,18 @@ def _check_shapes(model: NativeModel, graph: Path) -> None:
         ) from error
 
 
-def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, streams: Sequence[str] = ()) -> Any:
+def open_graph(
+    graph: Path,
+    options: CpuOptions,
+    *,
+    native: bool = False,
+    streams: Sequence[str] = (),
+    in_bytes: Sequence[KeptTensor] = (),
+) -> Any:
     """ONNX Runtime's session over ``graph``, for target and drafter side by side in one process.
 
-    ``native`` graphs consist of edgespec's own operators. ``streams`` are values that become outputs.
+    ``native`` graphs consist of edgespec's own operators. ``streams`` are values that become outputs. The
+    keys and values ``in_bytes`` are of 8 bits, though the file has them in float16.
 
     Raises:
         BundleError: ONNX Runtime cannot load the graph.
@@ -176,10 +187,12 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
             copied_bytes=options.copied_bytes,
         )
     try:
-        if streams:
+        if streams or in_bytes:
             folder = "session.model_external_initializers_file_folder_path"
             settings.add_session_config_entry(folder, str(graph.parent))
-        model = _with_outputs(graph.read_bytes(), streams) if streams else str(graph)
+        model: bytes | str = str(graph)
+        if streams or in_bytes:
+            model = _with_outputs(_over_bytes(graph.read_bytes(), in_bytes), streams)
         opened = partial(open_session, model, settings, ["CPUExecutionProvider"])
         if not options.low_priority:
             return opened()
@@ -303,6 +316,24 @@ def _with_outputs(model: bytes, names: Iterable[str]) -> bytes:
     kind = _field(_TENSOR, bytes([1 << 3, _FLOAT]))
     outputs = b"".join(_field(12, _field(1, name.encode()) + _field(2, kind)) for name in names)
     return model + _field(7, outputs)
+
+
+def _over_bytes(model: bytes, kept: Sequence[KeptTensor]) -> bytes:
+    """A serialized ONNX model of edgespec's operators whose attention keeps these tensors in 8 bits."""
+    if not kept:
+        return model
+    import onnx  # which other models do not need
+
+    proto = onnx.load_model_from_string(model)
+    widths = {name: tensor.shape[1] for tensor in kept for name in (tensor.input, tensor.output)}
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.name in widths:
+            value.type.tensor_type.elem_type = onnx.TensorProto.INT8
+            value.type.tensor_type.shape.dim[-1].dim_value = widths[value.name]
+    for node in proto.graph.node:
+        if node.op_type == "Attention":
+            node.op_type = "Attention8"
+    return bytes(proto.SerializeToString())
 
 
 def _field(number: int, value: bytes) -> bytes:

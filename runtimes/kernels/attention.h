@@ -5,14 +5,15 @@
 #include <array>
 #include <cmath>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "sequences.h"
 
 namespace edgespec {
 
-// The cache is float16, because the speed of attention depends on the bytes that it reads; sums are float32. Keys lie
-// in tiles of 16 tokens, channel by channel, so a lane is a token. Values lie row by row. A sequence has a table of
+// The cache is float16, or numbers of 8 bits with scales, because the speed of attention depends on the bytes that it
+// reads; sums are float32. Keys lie in tiles of 16 tokens, channel by channel, so a lane is a token. Values lie row by row. A sequence has a table of
 // blocks of 32 tokens, and sequences may share blocks. Eight blocks make an extent, which lies head by head. Blocks
 // that follow each other both in the table and in an extent are read together.
 // A pass has rows of one or several sequences, one sequence after the other.
@@ -22,18 +23,22 @@ namespace edgespec {
 // beside the scores of the tokens, with no value. With a `cap`, a score s becomes cap * tanh(s / cap).
 // The keys and values of a sequence's first `injected_rows` rows are injected. These rows have no queries and no
 // results. With `bidirectional`, a row also sees the later rows of its sequence.
-class Attention {
+template <Cells kCells>
+class AttentionOver {
+  static constexpr auto kCell = kCells == Cells::halves ? ort::kFloat16 : ort::kInt8;
+  using Cell = std::conditional_t<kCells == Cells::halves, Half, int8_t>;
+
  public:
-  static constexpr const char* kName = "Attention";
+  static constexpr const char* kName = kCells == Cells::halves ? "Attention" : "Attention8";
   static constexpr ort::Inputs kInputs{{
-      {"packed", ort::kFloat}, {"past_key", ort::kFloat16}, {"past_value", ort::kFloat16}, {"sequences", ort::kInt64},
+      {"packed", ort::kFloat}, {"past_key", kCell}, {"past_value", kCell}, {"sequences", ort::kInt64},
       {"blocks", ort::kInt64}, {"cos", ort::kFloat, ort::kOptional}, {"sin", ort::kFloat, ort::kOptional},
       {"query_gain", ort::kFloat, ort::kOptional}, {"key_gain", ort::kFloat, ort::kOptional},
       {"sinks", ort::kFloat, ort::kOptional}, {"injected", ort::kFloat, ort::kOptional},
       {"injected_rows", ort::kInt64, ort::kOptional}}};
-  static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat16, ort::kFloat16};
+  static constexpr std::array kOutputs = {ort::kFloat, kCell, kCell};
 
-  Attention(const Info& info, const Host& host)
+  AttentionOver(const Info& info, const Host& host)
       : kernels_(host.kernels),
         heads_(info.number("heads")),
         kv_heads_(info.number("kv_heads")),
@@ -50,6 +55,8 @@ class Attention {
     const bool sound = heads_ > 0 && kv_heads_ > 0 && heads_ < kMost && heads_ % kv_heads_ == 0;
     require(sound, "attention heads are no multiple of heads of keys and values");
     require(head_dim_ > 0 && head_dim_ < kMost, "a head has an impossible width");
+    require(kCells == Cells::halves || head_dim_ % kScaled == 0,
+            "a head's width is no multiple of the 32 channels that share a scale");
     if (info.number("normed_values", 0) != 0) units_.assign(static_cast<size_t>(head_dim_), 1.0f);
     require(window_ >= 0, "an attention window is negative");
     require(distance_ >= 0 && distance_ <= head_dim_ / 2, "pairs that turn lie farther apart than half a head");
@@ -104,7 +111,7 @@ class Attention {
     int64_t width, query_step, value_step, extents, pairs;  // pairs: rotated pairs of channels in a head
     bool gated, shared;
     const float *cos, *sin, *query_gain, *key_gain, *sinks;
-    Half *keys, *values;
+    uint8_t *keys, *values;
     float* y;
   };
 
@@ -169,17 +176,20 @@ class Attention {
 
   // Sets the cache of `s`, which is written in place if the pass binds the same buffer as input and output.
   void cache(const Pass& pass, State& s) const {
-    Half** const present[] = {&s.keys, &s.values};
+    uint8_t** const present[] = {&s.keys, &s.values};
     for (size_t i = 0; i < 2; i++) {
       const Tensor past = pass.input(kInputs["past_key"] + i);
       const bool shaped = past.shape.size() == 4 && past.shape[1] == kv_heads_ && past.shape[2] == kExtent &&
-                          past.shape[3] == head_dim_;
-      require(shaped, "a KV cache is not float16 (extents, heads, 256, head width)");
+                          past.shape[3] * static_cast<int64_t>(sizeof(Cell)) == row();
+      require(shaped, "a KV cache is not of its type, (extents, heads, 256, a head's row)");
       require(i == 0 || past.shape[0] == s.extents, "keys and values have caches of different length");
       s.extents = past.shape[0];
-      *present[i] = s.shared ? static_cast<Half*>(past.data) : kept<Half>(pass, 1 + i, past);
+      *present[i] = static_cast<uint8_t*>(s.shared ? past.data : kept<Cell>(pass, 1 + i, past));
     }
   }
+
+  // Bytes of the keys or values of a token's head.
+  int64_t row() const { return cell_bytes(kCells, head_dim_); }
 
   void rotation(const Pass& pass, State& s, const std::vector<Rows>& sequences) const {
     const Tensor cos = pass.input(kInputs["cos"]), sin = pass.input(kInputs["sin"]);
@@ -225,23 +235,34 @@ class Attention {
   // values begin `value_step` numbers behind their keys.
   void append(const State& s, const Rows& rows, int64_t head, const float* from, int64_t width,
               int64_t value_step) const {
-    const Buffer<float> key(head_dim_);
-    const Buffer<Half> narrowed(head_dim_);
-    const BlockTable table = {rows.blocks, kv_heads_, head_dim_};
-    for (int64_t row = 0; row < rows.count; row++) {
-      const float* x = from + (rows.first + row) * width + head * head_dim_;
-      const int64_t token = rows.past + row, lane = token % kLanes, first = head * kExtent * head_dim_;
-      prepare(s, x, s.key_gain, token, 1.0f, key.get());
-      Half* keys = s.keys + first + table.of(token - lane) + lane;
-      std::transform(key.get(), key.get() + head_dim_, narrowed.get(), narrow);
-      for (int64_t d = 0; d < head_dim_; d++) keys[d * kLanes] = narrowed.get()[d];
+    const Buffer<float> channels(head_dim_);
+    const BlockTable table = {rows.blocks, kv_heads_, row()};
+    for (int64_t r = 0; r < rows.count; r++) {
+      const float* x = from + (rows.first + r) * width + head * head_dim_;
+      const int64_t token = rows.past + r, lane = token % kLanes, first = head * kExtent * row();
+      prepare(s, x, s.key_gain, token, 1.0f, channels.get());
+      write(channels.get(), s.keys + first + table.of(token - lane), kLanes, lane);
       const float* value = x + value_step;
       if (!units_.empty()) {
-        kernels_.normalize(value, units_.data(), epsilon_, head_dim_, key.get());
-        value = key.get();
+        kernels_.normalize(value, units_.data(), epsilon_, head_dim_, channels.get());
+        value = channels.get();
       }
-      std::transform(value, value + head_dim_, s.values + first + table.of(token), narrow);
+      write(value, s.values + first + table.of(token), 1, 0);
     }
+  }
+
+  // Writes a head's channels as number `lane` of each `lanes` numbers, and then the scales likewise.
+  void write(const float* x, uint8_t* to, int64_t lanes, int64_t lane) const {
+    const Buffer<Cell> numbers(head_dim_);
+    auto* cells = reinterpret_cast<Cell*>(to);
+    if constexpr (kCells == Cells::halves) {
+      std::transform(x, x + head_dim_, numbers.get(), narrow);
+    } else {
+      auto* scales = reinterpret_cast<uint16_t*>(to + head_dim_ * lanes);
+      for (int64_t i = 0; i < head_dim_ / kScaled; i++)
+        scales[i * lanes + lane] = round_to_bytes(x + i * kScaled, kScaled, numbers.get() + i * kScaled);
+    }
+    for (int64_t d = 0; d < head_dim_; d++) cells[d * lanes + lane] = numbers.get()[d];
   }
 
   void attend(const State& s, const Share& share, int64_t kv_head) const {
@@ -266,9 +287,10 @@ class Attention {
     q.count = count;
     q.sinks = s.sinks == nullptr ? nullptr : sinks.get();
     q.vectors = vectors.get();
-    q.table = {rows.blocks, kv_heads_, head_dim_};
-    q.keys = s.keys + kv_head * kExtent * head_dim_;
-    q.values = s.values + kv_head * kExtent * head_dim_;
+    q.table = {rows.blocks, kv_heads_, row()};
+    q.cells = kCells;
+    q.keys = s.keys + kv_head * kExtent * row();
+    q.values = s.values + kv_head * kExtent * row();
     q.head_dim = head_dim_;
     q.begin = spans.get()[0].first / kLanes * kLanes;
     q.end = spans.get()[count - 1].limit;
@@ -292,5 +314,8 @@ class Attention {
   float growth_, scale_, epsilon_, cap_;
   std::vector<float> units_;  // the gain of values; empty if values are not normalized
 };
+
+using Attention = AttentionOver<Cells::halves>;
+using Attention8 = AttentionOver<Cells::bytes>;
 
 }  // namespace edgespec

@@ -3,28 +3,65 @@
 // All queries read a stretch of keys, and later of values, while it lies in the nearest cache; the next stretch is
 // prefetched meanwhile. Sums go on from stretch to stretch, so that each sum has one order.
 
-inline F load(const Half* p) { return half(reinterpret_cast<const uint8_t*>(p)); }
-
 constexpr int64_t kValueBytes = 16 << 10;  // bytes of a stretch of values
 
+// 16 numbers of a form of keys and values are `kBytes`. Those of 32 channels have scales `behind` these channels: of
+// 16 tokens in a tile of keys, else of one token.
+struct HalfCells {
+  static constexpr int64_t kBytes = 2 * kLanes;
+  static constexpr bool kScales = false;
+  static F numbers(const uint8_t* p) { return half(p); }
+};
+
+struct ByteCells {
+  static constexpr int64_t kBytes = kLanes;
+  static constexpr bool kScales = true;
+  static F numbers(const uint8_t* p) { return widen_signed(p); }
+  static F scales(const uint8_t* p) {
+    typedef uint16_t Scales __attribute__((vector_size(2 * kLanes)));
+    Scales v;
+    __builtin_memcpy(&v, p, sizeof v);
+    const I bits = __builtin_convertvector(v, I) << 16;
+    F result;
+    __builtin_memcpy(&result, &bits, sizeof result);
+    return result;
+  }
+  static F scale(const uint8_t* p) {
+    uint16_t v;
+    __builtin_memcpy(&v, p, sizeof v);
+    const uint32_t bits = static_cast<uint32_t>(v) << 16;
+    float result;
+    __builtin_memcpy(&result, &bits, sizeof result);
+    return splat(result);
+  }
+};
+
 // Scores of M queries with T tiles of 16 keys. Keys `ahead` bytes behind them are prefetched.
-template <int M, int T>
-inline void key_products(const Half* keys, int64_t ahead, const float* queries, int64_t head_dim, float* scores,
-                         int64_t stride) {
+template <class C, int M, int T>
+inline void key_products(const uint8_t* keys, int64_t row, int64_t ahead, const float* queries, int64_t head_dim,
+                         float* scores, int64_t stride) {
   F sums[M][T] = {};
-  for (int64_t d = 0; d < head_dim; d++) {
-    F k[T];
+  for (int64_t begin = 0; begin < head_dim; begin += C::kScales ? kScaled : head_dim) {
+    F scales[T] = {};
+    if constexpr (C::kScales)
+      for (int t = 0; t < T; t++)
+        scales[t] = C::scales(keys + t * row * kLanes + head_dim * C::kBytes + begin / kScaled * 2 * kLanes);
+    const int64_t end = C::kScales ? begin + kScaled : head_dim;
+    for (int64_t d = begin; d < end; d++) {
+      F k[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; t++) {
-      const Half* at = keys + (t * head_dim + d) * kLanes;
-      k[t] = load(at);
-      if (d % 2 == 0) prefetch(at, ahead);
-    }
+      for (int t = 0; t < T; t++) {
+        const uint8_t* at = keys + t * row * kLanes + d * C::kBytes;
+        k[t] = C::numbers(at);
+        if constexpr (C::kScales) k[t] = k[t] * scales[t];
+        if (d % (kLine / C::kBytes) == 0) prefetch(at, ahead);
+      }
 #pragma GCC unroll 16
-    for (int q = 0; q < M; q++) {
-      const F x = splat(queries[q * head_dim + d]);
+      for (int q = 0; q < M; q++) {
+        const F x = splat(queries[q * head_dim + d]);
 #pragma GCC unroll 16
-      for (int t = 0; t < T; t++) sums[q][t] = fma(x, k[t], sums[q][t]);
+        for (int t = 0; t < T; t++) sums[q][t] = fma(x, k[t], sums[q][t]);
+      }
     }
   }
   for (int q = 0; q < M; q++)
@@ -33,19 +70,22 @@ inline void key_products(const Half* keys, int64_t ahead, const float* queries, 
 
 // Adds M queries' shares of `count` values, in D vectors of channels, to y. Values `ahead` bytes behind them are
 // prefetched.
-template <int M, int D>
-inline void value_sums(const Half* values, int64_t ahead, int64_t count, const float* shares, int64_t stride,
-                       int64_t head_dim, float* y) {
+template <class C, int M, int D>
+inline void value_sums(const uint8_t* values, int64_t row, int64_t ahead, int64_t count, const float* shares,
+                       int64_t stride, int64_t head_dim, int64_t first, float* y) {
   F sums[M][D];
+  y += first;
   for (int q = 0; q < M; q++)
     for (int c = 0; c < D; c++) sums[q][c] = load(y + q * head_dim + c * kLanes);
-  for (int64_t k = 0; k < count; k++) {
+  for (int64_t k = 0; k < count; k++, values += row) {
     F v[D];
 #pragma GCC unroll 16
     for (int c = 0; c < D; c++) {
-      const Half* at = values + k * head_dim + c * kLanes;
-      v[c] = load(at);
-      if (c % 2 == 0) prefetch(at, ahead);
+      const int64_t channel = first + c * kLanes;
+      const uint8_t* at = values + channel / kLanes * C::kBytes;
+      v[c] = C::numbers(at);
+      if constexpr (C::kScales) v[c] = v[c] * C::scale(values + head_dim + channel / kScaled * 2);
+      if (c % (kLine / C::kBytes) == 0) prefetch(at, ahead);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < M; q++) {
@@ -58,16 +98,16 @@ inline void value_sums(const Half* values, int64_t ahead, int64_t count, const f
     for (int c = 0; c < D; c++) store(y + q * head_dim + c * kLanes, sums[q][c]);
 }
 
-// The last channels, which do not fill a vector.
+// The last channels, which do not fill a vector; of float16 alone, because others have a scale for each 32.
 template <int M>
-inline void last_value_sums(const Half* values, int64_t count, const float* shares, int64_t stride, int64_t head_dim,
-                            size_t channels, float* y) {
+inline void last_value_sums(const uint8_t* values, int64_t row, int64_t count, const float* shares, int64_t stride,
+                            int64_t head_dim, size_t channels, float* y) {
   F sums[M] = {};
   for (int q = 0; q < M; q++) __builtin_memcpy(&sums[q], y + q * head_dim, sizeof(float) * channels);
   for (int64_t k = 0; k < count; k++) {
-    Half filled[kLanes] = {};
-    __builtin_memcpy(filled, values + k * head_dim, sizeof(Half) * channels);
-    const F v = load(filled);
+    uint8_t filled[HalfCells::kBytes] = {};
+    __builtin_memcpy(filled, values + k * row, sizeof(Half) * channels);
+    const F v = half(filled);
     for (int q = 0; q < M; q++) sums[q] = fma(splat(shares[q * stride + k]), v, sums[q]);
   }
   for (int q = 0; q < M; q++) __builtin_memcpy(y + q * head_dim, &sums[q], sizeof(float) * channels);
@@ -78,28 +118,31 @@ inline void last_value_sums(const Half* values, int64_t count, const float* shar
 constexpr int at_once(int queries) { return queries < kSums / 8 ? 8 : kSums / queries; }
 
 // Scores of M queries, from number `first` on, with the tiles of a run.
-template <int M, int T = at_once(M)>
+template <class C, int M, int T = at_once(M)>
 void score(const Queries& q, int64_t first, Run run) {
   constexpr int64_t count = T * kLanes;
-  for (; run.from + count <= run.to; run.from += count, run.place += count * q.head_dim)
-    key_products<M, T>(q.keys + run.place, run.ahead, q.vectors + first * q.head_dim, q.head_dim,
-                       q.scores + first * q.stride + run.from - q.begin, q.stride);
-  if constexpr (T > 1) score<M, T / 2>(q, first, run);
+  const int64_t row = q.table.row;
+  for (; run.from + count <= run.to; run.from += count, run.place += count * row)
+    key_products<C, M, T>(q.keys + run.place, row, run.ahead, q.vectors + first * q.head_dim, q.head_dim,
+                          q.scores + first * q.stride + run.from - q.begin, q.stride);
+  if constexpr (T > 1) score<C, M, T / 2>(q, first, run);
 }
 
 // Adds the queries' shares of a run's values, from channel `d` on.
-template <int M, int D = at_once(M)>
+template <class C, int M, int D = at_once(M)>
 void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
-  const Half* values = q.values + run.place;
+  const uint8_t* values = q.values + run.place;
   const float* shares = q.scores + first * q.stride + run.from - q.begin;
   const int64_t count = run.to - run.from;
   float* y = q.vectors + first * q.head_dim;
+  const int64_t row = q.table.row;
   for (; d + D * kLanes <= q.head_dim; d += D * kLanes)
-    value_sums<M, D>(values + d, run.ahead, count, shares, q.stride, q.head_dim, y + d);
+    value_sums<C, M, D>(values, row, run.ahead, count, shares, q.stride, q.head_dim, d, y);
   if constexpr (D > 1)
-    gather_values<M, D / 2>(q, first, run, d);
-  else if (d < q.head_dim)
-    last_value_sums<M>(values + d, count, shares, q.stride, q.head_dim, static_cast<size_t>(q.head_dim - d), y + d);
+    gather_values<C, M, D / 2>(q, first, run, d);
+  else if (!C::kScales && d < q.head_dim)
+    last_value_sums<M>(values + 2 * d, row, count, shares, q.stride, q.head_dim,
+                       static_cast<size_t>(q.head_dim - d), y + d);
 }
 
 // Calls visit.template operator()<M>() with M equal to `count`.
@@ -140,7 +183,8 @@ inline void soften(float* scores, int64_t count, int64_t first, int64_t limit, c
   for (int64_t k = 0; k < count; k += kLanes) store(scores + k, load(scores + k) * factor);
 }
 
-void attend(const Queries& q) {
+template <class C>
+void attend_in(const Queries& q) {
   const int64_t groups = (q.count + kQueries - 1) / kQueries;
   const auto each_group = [&](const auto& visit) {
     for (int64_t i = 0; i < groups; i++) {
@@ -157,7 +201,7 @@ void attend(const Queries& q) {
   };
   const int64_t last = (q.end + kLanes - 1) / kLanes * kLanes;
   each_run(q.begin, last, at_once((q.count + groups - 1) / groups) * kLanes, [&](const Run& run) {
-    each_group([&]<int M>(int64_t first) { score<M>(q, first, run); });
+    each_group([&]<int M>(int64_t first) { score<C, M>(q, first, run); });
   });
   // Values that all queries see are read once for all. A query skips values that it does not see, because a share of
   // 0 times NaN is NaN.
@@ -175,13 +219,15 @@ void attend(const Queries& q) {
     for (int64_t i = 0; i < q.count; i++) {
       const int64_t first = q.spans[i].first, limit = q.spans[i].limit;
       const int64_t begin = from < first ? first : from, end = to < limit ? to : limit;
-      each_run(begin, end, q.end, [&](const Run& run) { gather_values<1>(q, i, run, 0); });
+      each_run(begin, end, q.end, [&](const Run& run) { gather_values<C, 1>(q, i, run, 0); });
     }
   };
   alone(q.begin, common);
-  const int64_t stretch = kValueBytes / (static_cast<int64_t>(sizeof(Half)) * q.head_dim) + 1;
+  const int64_t stretch = kValueBytes / q.table.row + 1;
   each_run(common, common_end, stretch, [&](const Run& run) {
-    each_group([&]<int M>(int64_t first) { gather_values<M>(q, first, run, 0); });
+    each_group([&]<int M>(int64_t first) { gather_values<C, M>(q, first, run, 0); });
   });
   alone(common_end, q.end);
 }
+
+void attend(const Queries& q) { q.cells == Cells::halves ? attend_in<HalfCells>(q) : attend_in<ByteCells>(q); }

@@ -255,13 +255,27 @@ void add_gathers(Cases& cases) {
 
 // ---- Attention -----------------------------------------------------------------------------------------
 
-std::vector<Half> halves(const std::vector<float>& values) {
-  std::vector<Half> narrowed(values.size());
-  std::transform(values.begin(), values.end(), narrowed.begin(), narrow);
-  return narrowed;
+// Tokens of `head_dim` numbers in a form of keys (tiles of 16 tokens) or of values (`lanes` is 1).
+std::vector<uint8_t> cells_of(Cells cells, const std::vector<float>& values, int64_t head_dim, int64_t lanes) {
+  const int64_t row = cell_bytes(cells, head_dim), tokens = static_cast<int64_t>(values.size()) / head_dim;
+  std::vector<uint8_t> made(static_cast<size_t>(tokens * row));
+  const auto put = [&](int64_t at, const auto& number) { std::memcpy(made.data() + at, &number, sizeof number); };
+  for (int64_t token = 0; token < tokens; token++) {
+    const int64_t first = token / lanes * lanes * row, lane = token % lanes;
+    const float* x = values.data() + token * head_dim;
+    for (int64_t d = 0; d < head_dim; d++) {
+      if (cells == Cells::halves) {
+        put(first + 2 * (d * lanes + lane), narrow(x[d]));
+      } else if (d % kScaled == 0) {
+        int8_t codes[kScaled];
+        put(first + head_dim * lanes + 2 * (d / kScaled * lanes + lane), round_to_bytes(x + d, kScaled, codes));
+        for (int64_t i = 0; i < kScaled; i++) put(first + (d + i) * lanes + lane, codes[i]);
+      }
+    }
+  }
+  return made;
 }
 
-// Values that are float16 and what lies halfway between them, with their neighbours.
 void add_narrowings(Cases& cases) {
   cases.push_back({"narrow", [](const Kernels&, Random&, Results& results) {
                      for (uint32_t high = 0x300 << 7; high < 0x500 << 7; high++)  // from 2^-31 to 2^33
@@ -278,6 +292,7 @@ void add_narrowings(Cases& cases) {
 
 // Queries of `heads` heads and `rows` rows behind `past` tokens. Some bits of the plain set are those of each query alone.
 struct Attended {
+  Cells cells;
   int64_t head_dim, heads, rows, past, window;
   bool bidirectional;  // rows see those behind them, too
 };
@@ -286,28 +301,25 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
   const int64_t tokens = a.past + a.rows, capacity = (tokens + kLanes - 1) / kLanes * kLanes;
   const int64_t count = a.heads * a.rows;
   const std::vector<float> vectors = random.reals(count * a.head_dim), sinks = random.reals(count, 8.0f);
-  std::vector<Half> keys = halves(random.reals(capacity * a.head_dim, 4.0f));
-  std::vector<Half> values = halves(random.reals(capacity * a.head_dim));
-  for (int64_t token = tokens; token < capacity; token++)  // what lies there has no part in the answer
-    for (int64_t d = 0; d < a.head_dim; d++) {
-      const int64_t key = (token / kLanes * a.head_dim + d) * kLanes + token % kLanes;
-      keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * a.head_dim + d)] = narrow(kNothing);
-    }
+  std::vector<float> key_numbers = random.reals(capacity * a.head_dim, 4.0f);
+  std::vector<float> value_numbers = random.reals(capacity * a.head_dim);
+  for (int64_t i = tokens * a.head_dim; i < capacity * a.head_dim; i++)  // what lies there has no part in the answer
+    key_numbers[static_cast<size_t>(i)] = value_numbers[static_cast<size_t>(i)] = kNothing;
   // Two blocks lie one behind the other and the third is the next extent's first, the last three before the others; the
   // rest is of nobody, and another head lies in each extent.
-  const int64_t step = kTokens * a.head_dim, last = (tokens - 1) / kTokens;
+  const int64_t row = cell_bytes(a.cells, a.head_dim), step = kTokens * row, last = (tokens - 1) / kTokens;
   std::vector<int64_t> blocks;
   for (int64_t i = 0; i <= last; i++) blocks.push_back(16 * (last / 3 - i / 3) + 6 + i % 3);
-  const auto pool_of = [&](const std::vector<Half>& numbers) {
-    std::vector<Half> pool(static_cast<size_t>(32 * (last / 3 + 1) * step), narrow(kNothing));
+  const auto pool_of = [&](const std::vector<uint8_t>& numbers) {
+    std::vector<uint8_t> pool(static_cast<size_t>(32 * (last / 3 + 1) * step), 0xff);  // float16: not numbers
     for (size_t i = 0; i < numbers.size(); i++) {
       const auto at = static_cast<int64_t>(i), block = blocks[static_cast<size_t>(at / step)];
       pool[static_cast<size_t>((block / 8 * 16 + block % 8) * step + at % step)] = numbers[i];
     }
     return pool;
   };
-  keys = pool_of(keys);
-  values = pool_of(values);
+  const std::vector<uint8_t> keys = pool_of(cells_of(a.cells, key_numbers, a.head_dim, kLanes));
+  const std::vector<uint8_t> values = pool_of(cells_of(a.cells, value_numbers, a.head_dim, 1));
   std::vector<Span> spans;
   for (int64_t i = 0; i < count; i++) {
     const int64_t end = a.past + i / a.heads + 1;
@@ -321,7 +333,8 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     q.sinks = a.rows % 2 ? sinks.data() + first : nullptr;
     q.cap = a.heads == 3 ? 5.0f : 0.0f;
     q.vectors = y.data();
-    q.table = {blocks.data(), 2, a.head_dim};
+    q.table = {blocks.data(), 2, row};
+    q.cells = a.cells;
     q.keys = keys.data();
     q.values = values.data();
     q.head_dim = a.head_dim;
@@ -342,12 +355,16 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
 void add_attentions(Cases& cases) {
   constexpr int64_t spans[][3] = {{0, 0, 0},    {5, 0, 0},   {37, 7, 0},  // past tokens, window, bidirectional
                                   {200, 64, 0}, {300, 0, 0}, {37, 7, 1}};
-  for (const int64_t head_dim : {16, 24, 80, 128, 256})
+  constexpr std::pair<Cells, int64_t> forms[] = {{Cells::halves, 16},  {Cells::halves, 24},  {Cells::halves, 80},
+                                                 {Cells::halves, 128}, {Cells::halves, 256}, {Cells::bytes, 32},
+                                                 {Cells::bytes, 128},  {Cells::bytes, 160}};
+  for (const auto& [cells, head_dim] : forms)
     for (const auto& [past, window, bidirectional] : spans)
       for (const int64_t heads : {1, 3, 6})
         for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
-          const std::string name = text("attend, head", head_dim) + text(", past", past) + text(", heads", heads);
-          const Attended attended = {head_dim, heads, rows, past, window, bidirectional != 0};
+          const std::string form = cells == Cells::bytes ? "attend over bytes, head" : "attend, head";
+          const std::string name = text(form.c_str(), head_dim) + text(", past", past) + text(", heads", heads);
+          const Attended attended = {cells, head_dim, heads, rows, past, window, bidirectional != 0};
           const auto run = [=](const Kernels& kernels, Random& random, Results& results) {
             attend(kernels, random, attended, results);
           };

@@ -133,15 +133,18 @@ struct Tables {
   int64_t size() const { return static_cast<int64_t>(blocks.size()); }
 };
 
+template <Cells kCells = Cells::halves>
 void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t kv_heads = 1 + choices.below(3), heads = kv_heads * (1 + choices.below(3));
-  const int64_t head_dim = 2 + choices.below(70), rows = 1 + choices.below(20), past = choices.below(120);
+  const bool halves = kCells == Cells::halves;
+  const int64_t head_dim = halves ? 2 + choices.below(70) : choices.number(kScaled * (1 + choices.below(3)));
+  const int64_t rows = 1 + choices.below(20), past = choices.below(120);
   const int64_t half = head_dim / (choices.below(2) ? 4 : 2);
   const int64_t sequences = 1 + choices.below(3), count = 8 * (1 + choices.below(2));
   Tables tables;
   for (int64_t i = 0; i < sequences; i++)
     tables.add(choices, i == 0 ? past : choices.below(static_cast<int>(past) + 1), rows, count);
-  const Shape cache = {count / 8, kv_heads, 256, head_dim};
+  const Shape cache = {count / 8, kv_heads, 256, halves ? head_dim : cell_bytes(kCells, head_dim)};
   const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
@@ -341,7 +344,8 @@ void fill_head_gate(Choices& choices, OrtKernelInfo& node) {
 }
 
 constexpr std::pair<std::string_view, void (*)(Choices&, OrtKernelInfo&)> kFill[] = {
-    {"Linear", fill_linear}, {"Attention", fill_attention}, {"Embedding", fill_embedding}, {"Choose", fill_logits},
+    {"Linear", fill_linear}, {"Attention", fill_attention<>},
+    {"Attention8", fill_attention<Cells::bytes>}, {"Embedding", fill_embedding}, {"Choose", fill_logits},
     {"Delta", fill_delta}, {"Mamba", fill_mamba}, {"ShortConv", fill_convolution}, {"Experts", fill_experts},
     {"LayerInputs", fill_layer_inputs}, {"InputGate", fill_input_gate}, {"Cap", fill_logits},
     {"Clusters", fill_clusters}, {"HeadGate", fill_head_gate}};

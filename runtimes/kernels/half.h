@@ -1,6 +1,7 @@
-// Float16 (IEEE 754), which the KV cache holds.
+// The numbers of a KV cache: float16 (IEEE 754), or whole numbers of 8 bits with scales.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -26,6 +27,30 @@ inline Half narrow(float x) {
   half = size >= 0x7f800000 ? 0x7c00 : half;  // infinite
   half = size > 0x7f800000 ? 0x7e00 : half;   // not a number
   return static_cast<Half>((bits >> 16 & 0x8000) | half);
+}
+
+// Rounds `count` numbers to whole multiples of a scale, from -127 to 127, and returns the bits of the scale: a
+// bfloat16, rounded up. It is not a number if one of the numbers is not finite, so that a failed pass does not look
+// sound. Divisions round alike on every processor.
+inline uint16_t round_to_bytes(const float* x, int64_t count, int8_t* codes) {
+  float most = 0;
+  bool finite = true;
+  for (int64_t i = 0; i < count; i++) {
+    const float size = std::fabs(x[i]);
+    finite = finite && size < __builtin_inff();
+    most = size > most ? size : most;
+  }
+  const float exact = most / 127.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &exact, sizeof bits);
+  const auto scale = static_cast<uint16_t>((bits + 0xffff) >> 16);
+  bits = static_cast<uint32_t>(scale) << 16;
+  float divisor;
+  std::memcpy(&divisor, &bits, sizeof divisor);
+  const float magic = 12582912.0f;  // adding it rounds to a whole number
+  for (int64_t i = 0; i < count; i++)
+    codes[i] = finite && most > 0 ? static_cast<int8_t>(x[i] / divisor + magic - magic) : int8_t{0};
+  return finite ? scale : uint16_t{0x7fc0};
 }
 
 }  // namespace edgespec

@@ -52,19 +52,30 @@ struct Span {
 constexpr int64_t kTokens = 32;   // of a block
 constexpr int64_t kExtent = 256;  // tokens of eight blocks, whose keys of a head lie together, as do their values
 
-// The blocks of a sequence in a pool (extents, heads, 256, head_dim). Mostly a block lies behind the one before.
+// The form of keys and values: float16, or whole numbers of 8 bits, where 32 channels of a token share a scale: a
+// bfloat16 behind the numbers (of 16 tokens at once where keys lie in tiles).
+enum class Cells { halves, bytes };
+
+constexpr int64_t kScaled = 32;  // channels
+
+// Bytes of the keys or values of a token's head.
+inline int64_t cell_bytes(Cells cells, int64_t head_dim) {
+  return cells == Cells::halves ? 2 * head_dim : head_dim + 2 * (head_dim / kScaled);
+}
+
+// The blocks of a sequence in a pool (extents, heads, 256, a head's row). Mostly a block lies behind the one before.
 struct BlockTable {
   const int64_t* blocks;  // their numbers
-  int64_t heads, head_dim;
+  int64_t heads, row;     // row: bytes of a token's head
 
-  // The distance of a token's keys or values from the head's first.
+  // The distance in bytes of a token's keys or values from the head's first.
   int64_t of(int64_t token) const {
     const int64_t at = blocks[token / kTokens] * kTokens + token % kTokens;
-    return (at / kExtent * heads * kExtent + at % kExtent) * head_dim;
+    return (at / kExtent * heads * kExtent + at % kExtent) * row;
   }
 };
 
-// Tokens `from` to `to`, whose keys or values lie one behind the other from `place` on. Those of the next run lie
+// Tokens `from` to `to`, whose keys or values lie one behind the other from byte `place` on. Those of the next run lie
 // `ahead` bytes farther.
 struct Run {
   int64_t from, to, place, ahead;
@@ -77,8 +88,9 @@ struct Queries {
   const float* sinks;   // (count): scores that belong to no token, but have shares; null without
   float* vectors;       // (count, head_dim): rotated and scaled queries; then the sums of values by shares
   BlockTable table;
-  const Half* keys;     // of 16 tokens each: (head_dim, 16)
-  const Half* values;   // of each token: (head_dim)
+  Cells cells;
+  const uint8_t* keys;    // of 16 tokens each: (head_dim, 16), then scales (head_dim / 32, 16)
+  const uint8_t* values;  // of each token: (head_dim), then scales (head_dim / 32)
   int64_t head_dim;
   int64_t begin, end;   // of the tokens that any query sees; `begin` is a multiple of 16
   float* scores;        // (count, stride)
@@ -89,9 +101,9 @@ struct Queries {
   Run run(int64_t from, int64_t to) const {
     const int64_t place = table.of(from);
     int64_t stop = (from / kTokens + 1) * kTokens;
-    while (stop < to && table.of(stop) == place + (stop - from) * head_dim) stop += kTokens;
+    while (stop < to && table.of(stop) == place + (stop - from) * table.row) stop += kTokens;
     stop = stop < to ? stop : to;
-    return {from, stop, place, stop < end ? (table.of(stop) - place) * static_cast<int64_t>(sizeof(Half)) : 0};
+    return {from, stop, place, stop < end ? table.of(stop) - place : 0};
   }
 };
 

@@ -24,7 +24,7 @@ namespace edgespec::ort {
 
 constexpr uint32_t kVersion = 16;  // the oldest version whose kernels return errors
 constexpr uint32_t kApiVersion = 24;  // the oldest version whose tensors show their shape without a copy
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7, kFloat16 = 10 };
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kFloat16 = 10 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kFailure = 1, kInvalidArgument = 2;  // OrtErrorCode
 

@@ -40,7 +40,7 @@ GREEDY = SamplingParams()
 def draft_eagerly(model: Model) -> None:
     """Drafting pays, whatever passes take."""
     runner: Any = runner_of(model)
-    runner.pricing._curve, runner.pricing._times = FREE, {}
+    runner.pricing._curve, runner.pricing._prices = FREE, None
     runner.pricing.observe_pass = runner.pricing.observe_round = lambda *told: None
     if runner.side is not None:
         runner.side.curve = QUICK
@@ -191,13 +191,17 @@ def mixed(next_logits: NextLogits, other: NextLogits, right: float) -> NextLogit
 
 
 def same_with_drafts(
-    target: Path, drafters: Sequence[str | Path], prompts: Sequence[str], **options: Any
+    target: Path,
+    drafters: Sequence[str | Path],
+    prompts: Sequence[str],
+    opened: LoadOptions | None = None,
+    **options: Any,
 ) -> list[tuple[int, int]]:
     """Check that answers are those without drafts.
 
     Returns the tokens that each drafter drafted, and those of them that were accepted.
     """
-    opened, counts = LoadOptions(threads=1, parallel=2), []
+    opened, counts = opened or LoadOptions(threads=1, parallel=2), []
     with load(target, None, options=opened) as model:
         wanted = [facts(model.generate(prompt, **options)) for prompt in prompts]
     for drafter in drafters:

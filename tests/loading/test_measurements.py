@@ -19,6 +19,7 @@ HERE = Conditions(
     bundle="0123456789abcdef",
     device="cpu",
     options=CpuOptions(threads=2),
+    kept="float16",
     machine={"cpu": "some", "cores": 2, "system": None},
 )
 FOUND = Measurement(True, CostCurve({1: 0.04, 2: 0.05, 8: 0.12}))

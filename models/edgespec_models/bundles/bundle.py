@@ -18,7 +18,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from edgespec_models import storage
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind, StaticGraphs
 from edgespec_models.decoders.config import AGAIN, Count, DecoderShape, FloatType
-from edgespec_models.decoders.kept import KeptTensor, bytes_per_sequence, bytes_per_token
+from edgespec_models.decoders.kept import KeptTensor, bytes_per_sequence, bytes_per_token, in_bytes
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, naming, shell_word
@@ -412,6 +412,19 @@ class Bundle:
         """The chat template; None without one. A file that was added later counts too."""
         sources = self._templates()
         return self._compile(sources, self.path / TEMPLATE) if DEFAULT in sources else None
+
+    def keep_bytes(self) -> None:
+        """Keep keys and values in 8 bits from now on, instead of 16.
+
+        Raises:
+            BundleError: the graph is not of edgespec's operators, or a head has other than whole scales.
+        """
+        if self.manifest.operators != "edgespec":
+            raise BundleError(
+                f"{self.manifest.name} does not run on edgespec's kernels, which alone keep keys and values "
+                "in 8 bits; load it without kv, or a model exported with --weights exact"
+            )
+        self.manifest = replace(self.manifest, kept=in_bytes(self.manifest.kept))
 
     def use_template(self, file: Path) -> None:
         """Use the chat template in ``file`` in place of the model's own.

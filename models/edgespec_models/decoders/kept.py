@@ -6,7 +6,7 @@ the end of each block of tokens.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Any, Final, Literal
 
@@ -17,10 +17,12 @@ from edgespec_models.errors import BundleError
 from edgespec_models.schema import length
 
 KeptType = Literal["float32", "float16", "int8", "uint8", "uint16"]
-"""Edgespec's kernels, graphs for GPUs and foreign graphs keep float16, foreign ones int8 too, and graphs with
+"""Edgespec's kernels and foreign graphs keep float16 or int8, graphs for GPUs float16, and graphs with
 quantized activations uint8 and uint16."""
 LOGGED: Final = 16
 """Rows of a pass that a layer with a state can undo."""
+SCALED: Final = 32
+"""Channels of keys or values of 8 bits that share a scale of 2 bytes."""
 BLOCK: Final = 32
 """Tokens of a block."""
 EXTENT: Final = 8
@@ -96,6 +98,27 @@ def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple
         for name in ("key", "value")
     )
     return key, value
+
+
+def in_bytes(kept: Iterable[KeptTensor]) -> tuple[KeptTensor, ...]:
+    """The same tensors with keys and values in 8 bits: a row has its numbers, and behind them its scales.
+
+    Raises:
+        BundleError: a row is no multiple of the channels that share a scale.
+    """
+    tensors = tuple(kept)
+    for tensor in tensors:
+        if tensor.per == "token" and tensor.shape[1] % SCALED:
+            raise BundleError(
+                f"{tensor.input} has heads of {tensor.shape[1]} channels; in 8 bits {SCALED} share a "
+                "scale, so load the model with its keys and values in 16 bits"
+            )
+    return tuple(
+        replace(tensor, type="int8", shape=(tensor.shape[0], tensor.shape[1] + tensor.shape[1] // SCALED * 2))
+        if tensor.per == "token"
+        else tensor
+        for tensor in tensors
+    )
 
 
 def last_inputs(layer: int, channels: int, taps: int) -> KeptTensor:
