@@ -42,8 +42,8 @@ class Conditions:
     """The conditions that a measurement depends on.
 
     ``device`` is ``cpu``, or name and version of another; ``options`` say how many threads. ``kept`` are the
-    types of the KV cache. ``machine`` is processor, cores, system, the version of ONNX Runtime and the kernels'
-    library.
+    types of the KV cache. ``machine`` is processor, cores, system, the version of ONNX Runtime and the
+    kernels' library.
     """
 
     bundle: str

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits: rows, rollback and drafts over them, what they take, and who cannot keep them."""
+"""Keys and values of 8 bits: rows, rollback and drafts over them, their bytes, and who cannot keep them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
