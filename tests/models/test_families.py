@@ -250,6 +250,34 @@ def test_files_of_a_glm4_that_sees_are_refused(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+def test_what_no_family_has_is_named(tmp_path: Path) -> None:
+    model = gguf_of("qwen3")
+    model.metadata["general.architecture"] = "later"
+    for name in ("conv_base", "attn_gate_inp.weight"):
+        model.tensors[f"blk.1.{name}"] = model.tensors["blk.1.attn_norm.weight"]
+    with pytest.raises(
+        UnsupportedModelError, match=r"'later'\. .* tensors attn_gate_inp\.weight, conv_base\. edgespec"
+    ):
+        open_checkpoint(model.write(tmp_path / "m.gguf"))
+    config = {
+        **config_of("qwen3"),
+        "model_type": "later",
+        "num_loops": 2,
+        "use_loops": False,
+        "hidden_act": "xielu",
+    }
+    with pytest.raises(
+        UnsupportedModelError, match=r"'later'\. .* keys hidden_act 'xielu', num_loops\. edgespec exports"
+    ):
+        read_config(Facts(config, "config.json"))
+
+
+def test_experts_behind_others_of_exaone_are_refused() -> None:
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    with pytest.raises(UnsupportedModelError, match=r"mlp_layer_types is .*'dense' in the first layers"):
+        read_config(Facts({**config_of("exaone_moe"), "mlp_layer_types": kinds}, "config.json"))
+
+
 def test_a_glm4_rotates_half_a_head_unless_it_states_another_part() -> None:
     config = {key: value for key, value in config_of("glm4").items() if key != "partial_rotary_factor"}
     stated = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
