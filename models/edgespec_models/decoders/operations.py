@@ -420,6 +420,17 @@ class Backend:
         """The choices of a block's rows, one after the other (DSpark, arXiv 2607.05147)."""
         raise NotImplementedError
 
+    def block_taps(self, x: Any, name: str, taps: int, group: int) -> Any:
+        """The weights of two convolutions over a block's rows (DFlash 2), each row's its own.
+
+        They are those in ``NAME_base``, and a product ``NAME`` that gives ``group`` channels the same.
+        """
+        raise NotImplementedError
+
+    def block_conv(self, y: Any, weights: Any, side: int) -> Any:
+        """The convolution with the first or the second of these weights; before a block there are zeros."""
+        raise NotImplementedError
+
     def clusters(self, x: Any, rows: int, clusters: int, read: int) -> Any:
         """Logits of the tokens of a few clusters; others have the lowest possible logit."""
         raise NotImplementedError

@@ -1,6 +1,7 @@
 """Heads that draft a block of tokens in one pass: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark.
 
-DSpark (arXiv 2607.05147) adds a bias that chains drafted tokens, and confidences.
+DSpark (arXiv 2607.05147) adds a bias that chains drafted tokens, and confidences. DFlash 2 adds convolutions
+over the block's rows before and behind each sublayer, and a bias among the best candidates.
 
 Directories have the forms of z-lab, DeepSeek and the ``speculators`` package. GGUF files have llama.cpp's
 form (``conversion/qwen.py``, ``src/models/dflash.cpp``).
@@ -9,7 +10,7 @@ form (``conversion/qwen.py``, ``src/models/dflash.cpp``).
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from edgespec_models.decoders.config import Block
 from edgespec_models.decoders.operations import Attention, Backend
@@ -17,18 +18,25 @@ from edgespec_models.decoders.transformer import SLIDING, Transformer, attend, i
 from edgespec_models.errors import RequestError, UnsupportedModelError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.families.heads import OTHER, Shapes, Target, fitting, of_decoder
-from edgespec_models.families.names import OUTER
-from edgespec_models.families.reading import multiplier, trunk
+from edgespec_models.families.names import LAYER, OUTER
+from edgespec_models.families.reading import expect, multiplier, trunk
 from edgespec_models.files.facts import Facts
+from edgespec_models.schema import within
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash(Transformer):
-    """A head whose layers see what features of the target give them, and a ``block`` of tokens."""
+    """A head whose layers see what features of the target give them, and a ``block`` of tokens.
+
+    ``conv_taps`` are the rows that its convolutions see, 0 without any. What a row adds to their weights is
+    the same for ``conv_group`` channels.
+    """
 
     DRAFTS = True
     norms = "head"
     block: Block
+    conv_taps: Annotated[int, within(0, 16)] = 0
+    conv_group: Annotated[int, within(0, 65_536)] = 0
 
     def decode(self, b: Backend) -> None:
         """With a chain (DSpark) a bias that follows from the token before changes the logits."""
@@ -42,9 +50,21 @@ class DFlash(Transformer):
         b.write(logits, b.chain(logits, x, self.vocab_size, self.block) if rank else None)
 
     def layer(self, b: Backend, index: int, x: Any, known: Any = None) -> Any:
+        if self.conv_taps:
+            return self.convolved(b, index, x, known)
         y = attend(b, self.attention(index), b.norm(x, "attn_norm"), self.hidden_size, known)
         x = b.add(x, y, "middle")
         return b.add(x, self.mlp(b, index, b.norm(x, "mlp_norm")), "residual")
+
+    def convolved(self, b: Backend, index: int, x: Any, known: Any) -> Any:
+        """The stream behind a layer of DFlash 2."""
+        attention = partial(attend, b, self.attention(index), outputs=self.hidden_size, known=known)
+        for name, computed in (("attn", attention), ("mlp", partial(self.mlp, b, index))):
+            h = b.normalized(x, f"{name}_norm")
+            taps = b.block_taps(h, f"{name}_conv", self.conv_taps, self.conv_group)
+            y = b.block_conv(computed(h=b.block_conv(h, taps, 0)), taps, 1)
+            x = b.add(x, y, "middle" if name == "attn" else "residual")
+        return x
 
     def attention(self, index: int) -> Attention:
         block, windowed = self.block, self.layer_type(index) == SLIDING
@@ -58,6 +78,10 @@ class DFlash(Transformer):
                 f"a head of DFlash has feature_width {self.feature_width}, or experts; allowed: "
                 f"{self.hidden_size}, as wide as its stream, and an MLP"
             )
+        if self.conv_taps and (self.conv_group < 1 or self.hidden_size % self.conv_group):
+            yield f"conv_group is {self.conv_group}; allowed: a divisor of {self.hidden_size}"
+        if self.block.candidates and not self.block.rank:
+            yield f"a block has {self.block.candidates} candidates, and a bias of rank 0, which they need"
         if self.block.mask >= self.vocab_size:
             yield f"the mask of a block is token {self.block.mask}; allowed: 0 to {self.vocab_size - 1}"
 
@@ -78,6 +102,7 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
             raise UnsupportedModelError(f"{keys.where}: {key} is {keys.value(key)!r}; supported is {plain!r}")
     causal = keys.value("is_causal")
     changed: dict[str, object] = {"attention.causal": None, "sees_behind": not causal, "logit_scale": None}
+    changed["output_multiplier"] = keys.value("logit_scale")
     return changed | {"use_sliding_window": True, "max_window_layers": 0}
 
 
@@ -87,11 +112,6 @@ def _classes(facts: Facts) -> str:
 
 def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Transformer:
     where, config = facts.where, target.config
-    if "dflash2" in _classes(facts) or facts.value("selector_rank") is not None:
-        raise UnsupportedModelError(
-            f"{where} is a head of DFlash 2 (convolutions in the block, a selector of paths); edgespec has "
-            "those of DFlash and DSpark"
-        )
     if facts.text("markov_head_type", "vanilla") != "vanilla":
         raise UnsupportedModelError(
             f"{where}: markov_head_type is {facts.value('markov_head_type')!r}; supported is 'vanilla'"
@@ -112,22 +132,28 @@ def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Tr
     if scale is not None:
         grown = config.embedding_scale if scale == "target" else scale
         fields["embedding_scale"] = multiplier(facts, "embedding_multiplier", grown)
+    if facts.value("selector_rank") is not None:  # which reads logits as the target has them
+        expect(facts, family, "output_multiplier", 1)
+        names = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
+        fields |= {name: facts.integer(key) for name, key in names.items()}
     made = trunk(facts, family, block=_block(facts, shapes), **fields)
     neighbours = not facts.boolean("rope_is_neox_style", default=True)
     return replace(made, rope=replace(made.rope, interleaved=neighbours))
 
 
 def _block(facts: Facts, shapes: Shapes) -> Block:
-    rank = shapes.get("chain_in", (0,))[-1]
+    is_second = facts.value("selector_rank") is not None
+    rank = facts.integer("selector_rank") if is_second else shapes.get("chain_in", (0,))[-1]
     with naming(facts.where):
         return Block(
             size=facts.integer("block_size", 16),
             mask=facts.integer("mask_token_id"),
-            anchored=rank > 0 and facts.boolean("sample_from_anchor", default=True),
+            anchored=rank > 0 and facts.boolean("sample_from_anchor", default=not is_second),
             causal=not facts.boolean("sees_behind", default=True),
             causal_windows=not facts.boolean("sliding_window_non_causal", default=True),
             rank=rank,
             confident="confidence" in shapes and rank > 0,
+            candidates=facts.integer("selector_top_k") if is_second else 0,
         )
 
 
@@ -144,10 +170,24 @@ DFLASH = Family(
         "final_norm": ("norm.weight", "output_norm.weight"),
         "fuse": ("fc.weight", "fc.weight"),
         "fuse_norm": ("hidden_norm.weight", "enc.output_norm.weight"),
-        "chain_in": ("markov_head.markov_w1.weight", "markov_w1.weight"),
-        "chain_out": ("markov_head.markov_w2.weight", "markov_w2.weight"),
+        "chain_in": (
+            "markov_head.markov_w1.weight candidate_selector.predecessor_codebook",
+            "markov_w1.weight selector_predecessor.weight",
+        ),
+        "chain_out": (
+            "markov_head.markov_w2.weight candidate_selector.successor_codebook",
+            "markov_w2.weight selector_successor.weight",
+        ),
+        "chain_gate": ("candidate_selector.hidden_projection.weight", "selector_hidden.weight"),
         "confidence": ("confidence_head.proj.weight", "conf_proj.weight"),
         "confidence_bias": ("confidence_head.proj.bias", "conf_proj.bias"),
+    },
+    layer={
+        **LAYER,
+        "attn_conv": ("attention_conv.kernel_projection.weight", "attn_conv_proj.weight"),
+        "attn_conv_base": ("attention_conv.base_kernel", "attn_conv_base"),
+        "mlp_conv": ("mlp_conv.kernel_projection.weight", "ffn_conv_proj.weight"),
+        "mlp_conv_base": ("mlp_conv.base_kernel", "ffn_conv_base"),
     },
     usual=_usual,
     from_gguf=_from_gguf,
