@@ -60,7 +60,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def kind_of(head: Bundle) -> dict[str, bool]:
     block = head.config.block
     assert block is not None
-    return KINDS["dflash 2" if block.candidates else "dspark" if block.rank else "dflash"]
+    return KINDS[
+        "dflash 2" if head.config.architecture == "dflash2" else "dspark" if block.rank else "dflash"
+    ]
 
 
 def reference_of(head: Bundle) -> Reference:

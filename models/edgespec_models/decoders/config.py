@@ -34,8 +34,6 @@ class Block:
         causal_windows: so it is in layers with a sliding window, whatever ``causal`` says of others.
         rank: of the bias by which a drafted token changes the next one's logits; 0 without.
         confident: the head also says how probable it is that a token is accepted.
-        candidates: how many tokens with the highest logits the bias decides among, which then also depends on
-            the state (DFlash 2); 0 for all tokens.
     """
 
     size: Annotated[int, within(2, 256)]
@@ -45,7 +43,6 @@ class Block:
     causal_windows: bool = False
     rank: Annotated[int, within(0, 65_536)] = 0
     confident: bool = False
-    candidates: Annotated[int, within(0, 4096)] = 0
 
     def __post_init__(self) -> None:
         check_fields(self, UnsupportedModelError)

@@ -416,8 +416,12 @@ class Backend:
         """Return states of the wanted rows, which the head reads in the next pass."""
         raise NotImplementedError
 
-    def chain(self, logits: Any, x: Any, rows: int, block: Block) -> Any:
-        """The choices of a block's rows, one after the other (DSpark, arXiv 2607.05147)."""
+    def chain(self, logits: Any, x: Any, rows: int, block: Block, candidates: int = 0) -> Any:
+        """The choices of a block's rows, one after the other (DSpark, arXiv 2607.05147).
+
+        With ``candidates`` each is one of that many tokens with the highest logits, and the bias also depends
+        on ``x`` (DFlash 2).
+        """
         raise NotImplementedError
 
     def block_taps(self, x: Any, name: str, taps: int, group: int) -> Any:

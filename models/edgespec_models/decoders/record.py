@@ -355,10 +355,10 @@ class _Recording(Backend):
     def write_states(self, x: int, width: int) -> None:
         """Nothing is kept of it."""
 
-    def chain(self, logits: int, x: int, rows: int, block: Any) -> None:
+    def chain(self, logits: int, x: int, rows: int, block: Any, candidates: int = 0) -> None:
         for name in ("chain_in", "chain_out"):
             self.product(name, {name: (rows, block.rank)}, "")
-        if block.candidates:
+        if candidates:
             self.linear(x, "chain_gate", block.rank)
         if block.confident:
             self.parameter("confidence", (1, x + block.rank))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from edgespec_models.decoders.transformer import Transformer
-from edgespec_models.families.dflash import DFLASH
+from edgespec_models.families.dflash import DFLASH, DFLASH2
 from edgespec_models.families.eagle3 import EAGLE3
 from edgespec_models.families.ernie45 import ERNIE45
 from edgespec_models.families.exaone4 import EXAONE4, EXAONE_MOE
@@ -125,7 +125,7 @@ def named(name: str) -> Family | None:
 
 def decoder_named(name: object) -> type[Transformer] | None:
     """The decoders that manifests call ``name``; None without such."""
-    families = (*MODELS, *HEADS, ASSISTANT, MTP_LAYER)
+    families = (*MODELS, *HEADS, DFLASH2, ASSISTANT, MTP_LAYER)
     return next((family.decoder for family in families if family.name == name), None)
 
 

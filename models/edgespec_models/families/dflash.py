@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-from edgespec_models.decoders.config import Block
+from edgespec_models.decoders.config import Block, Count
 from edgespec_models.decoders.operations import Attention, Backend
 from edgespec_models.decoders.transformer import SLIDING, Transformer, attend, in_layer
 from edgespec_models.errors import RequestError, UnsupportedModelError, naming
@@ -26,17 +26,11 @@ from edgespec_models.schema import within
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash(Transformer):
-    """A head whose layers see what features of the target give them, and a ``block`` of tokens.
-
-    ``conv_taps`` are the rows that its convolutions see, 0 without any. What a row adds to their weights is
-    the same for ``conv_group`` channels.
-    """
+    """A head whose layers see what features of the target give them, and a ``block`` of tokens."""
 
     DRAFTS = True
     norms = "head"
     block: Block
-    conv_taps: Annotated[int, within(0, 16)] = 0
-    conv_group: Annotated[int, within(0, 65_536)] = 0
 
     def decode(self, b: Backend) -> None:
         """With a chain (DSpark) a bias that follows from the token before changes the logits."""
@@ -46,25 +40,17 @@ class DFlash(Transformer):
         for index in range(self.num_layers):
             x = in_layer(b, index, x, partial(self.layer, b, index, known=known))
         x = b.wanted(x)
-        logits, rank = self.logits(b, x), self.block.rank
-        b.write(logits, b.chain(logits, x, self.vocab_size, self.block) if rank else None)
+        logits = self.logits(b, x)
+        b.write(logits, self.choices(b, logits, x))
+
+    def choices(self, b: Backend, logits: Any, x: Any) -> Any:
+        """The tokens of a block's rows; None if the highest logits say them."""
+        return b.chain(logits, x, self.vocab_size, self.block) if self.block.rank else None
 
     def layer(self, b: Backend, index: int, x: Any, known: Any = None) -> Any:
-        if self.conv_taps:
-            return self.convolved(b, index, x, known)
         y = attend(b, self.attention(index), b.norm(x, "attn_norm"), self.hidden_size, known)
         x = b.add(x, y, "middle")
         return b.add(x, self.mlp(b, index, b.norm(x, "mlp_norm")), "residual")
-
-    def convolved(self, b: Backend, index: int, x: Any, known: Any) -> Any:
-        """The stream behind a layer of DFlash 2."""
-        attention = partial(attend, b, self.attention(index), outputs=self.hidden_size, known=known)
-        for name, computed in (("attn", attention), ("mlp", partial(self.mlp, b, index))):
-            h = b.normalized(x, f"{name}_norm")
-            taps = b.block_taps(h, f"{name}_conv", self.conv_taps, self.conv_group)
-            y = b.block_conv(computed(h=b.block_conv(h, taps, 0)), taps, 1)
-            x = b.add(x, y, "middle" if name == "attn" else "residual")
-        return x
 
     def attention(self, index: int) -> Attention:
         block, windowed = self.block, self.layer_type(index) == SLIDING
@@ -78,12 +64,40 @@ class DFlash(Transformer):
                 f"a head of DFlash has feature_width {self.feature_width}, or experts; allowed: "
                 f"{self.hidden_size}, as wide as its stream, and an MLP"
             )
-        if self.conv_taps and (self.conv_group < 1 or self.hidden_size % self.conv_group):
-            yield f"conv_group is {self.conv_group}; allowed: a divisor of {self.hidden_size}"
-        if self.block.candidates and not self.block.rank:
-            yield f"a block has {self.block.candidates} candidates, and a bias of rank 0, which they need"
         if self.block.mask >= self.vocab_size:
             yield f"the mask of a block is token {self.block.mask}; allowed: 0 to {self.vocab_size - 1}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2(DFlash):
+    """A head with convolutions over a block's rows, and a bias among the best ``candidates``.
+
+    ``conv_taps`` are the rows that a convolution sees. What a row adds to its weights is the same for
+    ``conv_group`` channels.
+    """
+
+    candidates: Annotated[int, within(1, 4096)]
+    conv_taps: Annotated[int, within(1, 16)]
+    conv_group: Count
+
+    def choices(self, b: Backend, logits: Any, x: Any) -> Any:
+        return b.chain(logits, x, self.vocab_size, self.block, self.candidates)
+
+    def layer(self, b: Backend, index: int, x: Any, known: Any = None) -> Any:
+        attention = partial(attend, b, self.attention(index), outputs=self.hidden_size, known=known)
+        for name, computed in (("attn", attention), ("mlp", partial(self.mlp, b, index))):
+            h = b.normalized(x, f"{name}_norm")
+            taps = b.block_taps(h, f"{name}_conv", self.conv_taps, self.conv_group)
+            y = b.block_conv(computed(h=b.block_conv(h, taps, 0)), taps, 1)
+            x = b.add(x, y, "middle" if name == "attn" else "residual")
+        return x
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.hidden_size % self.conv_group:
+            yield f"conv_group is {self.conv_group}; allowed: a divisor of {self.hidden_size}"
+        if not self.block.rank:
+            yield f"{self.candidates} candidates need a bias, whose rank is 0"
 
 
 def _usual(facts: Facts) -> Facts:
@@ -133,8 +147,10 @@ def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Tr
         grown = config.embedding_scale if scale == "target" else scale
         fields["embedding_scale"] = multiplier(facts, "embedding_multiplier", grown)
     if facts.value("selector_rank") is not None:  # which reads logits as the target has them
+        family = DFLASH2
         expect(facts, family, "output_multiplier", 1)
         names = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
+        names["candidates"] = "selector_top_k"
         fields |= {name: facts.integer(key) for name, key in names.items()}
     made = trunk(facts, family, block=_block(facts, shapes), **fields)
     neighbours = not facts.boolean("rope_is_neox_style", default=True)
@@ -153,7 +169,6 @@ def _block(facts: Facts, shapes: Shapes) -> Block:
             causal_windows=not facts.boolean("sliding_window_non_causal", default=True),
             rank=rank,
             confident="confidence" in shapes and rank > 0,
-            candidates=facts.integer("selector_top_k") if is_second else 0,
         )
 
 
@@ -182,7 +197,7 @@ DFLASH = Family(
         "confidence": ("confidence_head.proj.weight", "conf_proj.weight"),
         "confidence_bias": ("confidence_head.proj.bias", "conf_proj.bias"),
     },
-    layer={
+    layer={  # with those of DFlash 2
         **LAYER,
         "attn_conv": ("attention_conv.kernel_projection.weight", "attn_conv_proj.weight"),
         "attn_conv_base": ("attention_conv.base_kernel", "attn_conv_base"),
@@ -193,3 +208,4 @@ DFLASH = Family(
     from_gguf=_from_gguf,
     read=_read,
 )
+DFLASH2 = DFLASH._replace(name="dflash2", gguf="", decoder=DFlash2)

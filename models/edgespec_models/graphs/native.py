@@ -462,7 +462,9 @@ class _NativeDecoder(GraphDecoder):
             format=spec.parts[0].format.tiles,
         )[0]
 
-    def chain(self, logits: ir.Value, x: ir.Value, rows: int, block: Block) -> Sequence[ir.Value]:
+    def chain(
+        self, logits: ir.Value, x: ir.Value, rows: int, block: Block, candidates: int = 0
+    ) -> Sequence[ir.Value]:
         """Where the token before is a mask, it is the token that the row before chose. So rows are chosen one
         by one. With confidences these stand for the probabilities.
         """
@@ -470,9 +472,7 @@ class _NativeDecoder(GraphDecoder):
         places = self.rows if block.anchored else self.op("Sub", self.rows, single)
         before = self.op("Gather", self.ids, places, axis=1)
         scores = self.scores(x) if block.confident else None
-        gates = (
-            self.multiplied(_Product(_Normed(x, "final_norm"), "chain_gate")) if block.candidates else None
-        )
+        gates = self.multiplied(_Product(_Normed(x, "final_norm"), "chain_gate")) if candidates else None
         outer, self.graph = self.graph, ir.Graph([], [], nodes=[], name="chain")
         step = self.input("step", INT64, [])
         goes_on, last = self.input("goes_on", ir.DataType.BOOL, []), self.input("last", INT64, [1, 1])
@@ -489,7 +489,7 @@ class _NativeDecoder(GraphDecoder):
             )
         else:
             gated = self.op("Mul", chained, self.op("Gather", gates, row, axis=1))
-            best, probability = self.chosen(row_logits, gated, block)
+            best, probability = self.chosen(row_logits, gated, candidates)
         if scores is not None:
             of_state, weights = self.op("Gather", scores, row, axis=1), self.confidence(end=True)
             probability = self.op("Sigmoid", self.op("Add", of_state, self.op("MatMul", chained, weights)))
@@ -505,14 +505,14 @@ class _NativeDecoder(GraphDecoder):
         _, *chosen = self.node("Loop", count, None, first, outputs=3, domain="", body=chain)
         return [self.op("Reshape", value, self.constant([1, -1])) for value in chosen]
 
-    def chosen(self, logits: ir.Value, chained: ir.Value, block: Block) -> Sequence[ir.Value]:
+    def chosen(self, logits: ir.Value, chained: ir.Value, candidates: int) -> Sequence[ir.Value]:
         """The best of a row's candidates, and how probable it is among these."""
         columns = self.plan.linears["chain_out"].out_features
-        count, flat = min(block.candidates, columns), self.constant([1, -1])
+        count, rank = min(candidates, columns), self.plan.linears["chain_out"].in_features
         highest, ids = self.node("TopK", logits, self.constant([count]), outputs=2, domain="")
         (table,) = self.plan.linears["chain_out"].parts
-        ids = self.op("Reshape", ids, flat)
-        rows = self.rows_of("chain_out.parts.0.weight", table.format, (columns, block.rank), ids, 1.0)
+        ids = self.op("Reshape", ids, self.constant([1, -1]))
+        rows = self.rows_of("chain_out.parts.0.weight", table.format, (columns, rank), ids, 1.0)
         bias = self.op("MatMul", chained, self.op("Transpose", rows, perm=[0, 2, 1]))
         best, probability = self.node("Choose", self.op("Add", highest, bias), outputs=2)
         return self.op("GatherElements", ids, best, axis=1), probability
