@@ -25,8 +25,9 @@ from tests.kit import block_heads as blocks
 from tests.kit.block_heads import MASK, READS, Reference
 from tests.kit.drafters import FREE, QUICK, check_drafts
 from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import converted
 from tests.kit.heads import EIGHT, drafts_for
-from tests.kit.hf import VOCAB, write_directory
+from tests.kit.hf import VOCAB, weights, write_directory, write_with_tokenizer
 from tests.kit.mtp import streams_of
 
 NEAR = 0.03
@@ -194,6 +195,28 @@ def test_directories_are_the_same_heads(tmp_path: Path, made: Made) -> None:
     made_of = Bundle(tmp_path / "out")
     assert made_of.config.block == head.config.block
     assert agreed(target, made_of, reference_of(head)) > 12
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "directory"])
+def test_heads_of_lfm2_rotate_neighbours(tmp_path: Path, kind: str) -> None:
+    """They draft nine tokens for a target with convolutions; GGUF files have their rows in another order."""
+    facts, values = blocks.config_for_lfm2(), blocks.tensors(chained=True)
+    halves, of_target = blocks.in_halves(values, facts["head_dim"]), weights(blocks.LFM2, 1)
+    if kind == "directory":
+        target = write_with_tokenizer(tmp_path / "m", blocks.LFM2, of_target)
+        source = write_directory(tmp_path / "head", facts, values)
+    else:
+        target = converted("lfm2", blocks.LFM2, of_target, kind, tokens=VOCAB).write(tmp_path / "m.gguf")
+        head = blocks.gguf(kind, chained=True, values=halves)
+        head.metadata["dflash.block_size"] = 9
+        source = head.write(tmp_path / "head.gguf")
+    export_model(target, tmp_path / "target", options=ExportOptions(quantization=EIGHT))
+    export_model(source, tmp_path / "out", options=drafts_for(target, quantization=EIGHT))
+    made, reading = Bundle(tmp_path / "out"), Bundle(tmp_path / "target")
+    assert made.config.block is not None and made.config.block.longest == 9 and made.config.block.confident
+    reference = Reference(blocks.config(), halves, of_target, anchored=True)
+    assert agreed(reading, made, reference) > 20
+    check_drafts(reading.path, made.path, {"max_new_tokens": 30})
 
 
 @pytest.mark.parametrize("chained", [False, True])

@@ -107,6 +107,29 @@ def tensors(*, chained: bool = False, second: bool = False, seed: int = 3) -> Te
     return made
 
 
+LFM2 = {**config_of("lfm2"), "eos_token_id": 2}
+"""Another target, with as many layers, as wide, and with convolutions among them."""
+
+
+def config_for_lfm2() -> dict[str, Any]:
+    """The ``config.json`` of a DSpark head of LFM2.5: neighbouring elements are rotated."""
+    made = config(chained=True)
+    block = {"num_target_layers": LAYERS, "mask_token_id": MASK, "target_layer_ids": list(READS)}
+    made = {key: value for key, value in made.items() if key not in block}
+    made |= {"architectures": ["Lfm2DSparkDraftModel"], "block_size": 9, "markov_rank": RANK}
+    return made | {"rope_is_neox_style": False, "enable_confidence_head": True, "dflash_config": block}
+
+
+def in_halves(values: Tensors, head: int) -> Tensors:
+    """What rotates neighbours with the rows as llama.cpp's converter orders them: even elements first."""
+    rotated = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
+
+    def moved(rows: F32) -> F32:
+        return rows.reshape(-1, head // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape).copy()
+
+    return {name: moved(rows) if name.endswith(rotated) else rows for name, rows in values.items()}
+
+
 _GGUF = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
@@ -124,8 +147,10 @@ _LAYER |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
 _CONV = {"attention_conv": "attn_conv", "mlp_conv": "ffn_conv"}
 
 
-def gguf(kind: str = "Q8_0", *, chained: bool = False, second: bool = False) -> TinyGGUF:
-    """A head as llama.cpp's converter writes it."""
+def gguf(
+    kind: str = "Q8_0", *, chained: bool = False, second: bool = False, values: Tensors | None = None
+) -> TinyGGUF:
+    """A head as llama.cpp's converter writes it, with these ``values`` or its own."""
     model = TinyGGUF("dflash", dict(target_gguf().metadata))
     keys = {key.replace("qwen3.", "dflash."): value for key, value in model.metadata.items()}
     keys |= {"dflash.block_count": 2, "dflash.block_size": BLOCK}
@@ -135,7 +160,7 @@ def gguf(kind: str = "Q8_0", *, chained: bool = False, second: bool = False) -> 
     if second:
         keys |= {f"dflash.{key}": value for key, value in SELECTOR.items()}
     model.metadata = keys
-    for name, values in tensors(chained=chained, second=second).items():
+    for name, rows in (values or tensors(chained=chained, second=second)).items():
         stem, _, end = name.rpartition(".")
         if name in _WHOLE:
             renamed = _WHOLE[name]
@@ -147,8 +172,8 @@ def gguf(kind: str = "Q8_0", *, chained: bool = False, second: bool = False) -> 
         else:
             _, layer, *_, part = stem.split(".")
             renamed = f"blk.{layer}.{_LAYER[part]}.{end}"
-        wide = values.ndim == 2 and values.shape[1] % 32 == 0 and len(values) > 1
-        model.tensors[renamed] = (kind, q8_0(values)) if wide and kind == "Q8_0" else ("F32", values)
+        wide = rows.ndim == 2 and rows.shape[1] % 32 == 0 and len(rows) > 1
+        model.tensors[renamed] = (kind, q8_0(rows)) if wide and kind == "Q8_0" else ("F32", rows)
     return model
 
 
