@@ -354,8 +354,8 @@ def weights(name: str, size: tuple[int, ...], kind: GGMLQuantizationType, seed: 
             size, -1.0 if name.endswith("ssm_a") else 1 / size[-1] if len(size) > 1 else 1, np.float32
         )
     if kind == GGMLQuantizationType.F16:
-        values = np.random.default_rng(seed).standard_normal(size, np.float32) * size[-1] ** -0.5
-        return values.astype(np.float16).view(np.uint8)
+        random = np.random.default_rng(seed).normal(0, size[-1] ** -0.5, size).astype(np.float16)
+        return np.frombuffer(random.tobytes(), np.uint8).reshape(*size[:-1], -1)
     rng, (block, n_bytes) = np.random.default_rng(seed), GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (prod(size) // block, n_bytes), np.uint8)
     for place, spread in _FACTORS[kind.name].items():

@@ -183,6 +183,8 @@ def test_the_catalogue_knows_what_the_files_say(name: str, monkeypatch: pytest.M
 def test_what_cannot_be_planned_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="run 'edgespec pull hf:someone/model' first"):
         plan("hf:someone/model")
+    with pytest.raises(RequestError, match="no sizes of nemotron-3-nano-4b; run 'edgespec pull"):
+        plan("nemotron-3-nano-4b")
     with pytest.raises(CatalogueError, match="no model 'nothing'"):
         plan("nothing")
     with pytest.raises(RequestError, match="context is 0"):

@@ -237,7 +237,8 @@ def test_every_name_belongs_to_one_family() -> None:
         assert len(names) == len({*names})
     for family in families:
         assert {"embed", "final_norm", "lm_head"} <= family.outer.keys()
-    assert {model.architecture for model in hub_names().values()} <= {family.name for family in MODELS}
+    planned = {model.architecture for model in hub_names().values() if model.config}
+    assert planned <= {family.name for family in MODELS}
     assert named("a family that nobody has") is None
 
 
