@@ -256,6 +256,20 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "position_embedding_type": "nope",
         "layer_types": ["attention"] * 2,
     },
+    "ernie45_moe": {
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 3,
+        "intermediate_size": 128,
+        "tie_word_embeddings": True,
+        "num_dense_layers": 1,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+    },
     "exaone_moe": {
         "model_type": "exaone_moe",
         "num_hidden_layers": 4,
@@ -504,9 +518,11 @@ def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     place = "feed_forward" if lfm2 else "mlp"
     names = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
     tensors = {f"{place}.gate.weight": (count, hidden)} | ({f"{place}.expert_bias": (count,)} if lfm2 else {})
-    if config["model_type"] == "exaone_moe":
-        tensors["mlp.gate.e_score_correction_bias"] = (count,)
-        shared = config["num_shared_experts"] * width
+    if config["model_type"] in ("exaone_moe", "ernie4_5_moe"):
+        ernie = config["model_type"] == "ernie4_5_moe"
+        bias = "moe_statics.e_score_correction_bias" if ernie else "gate.e_score_correction_bias"
+        tensors[f"mlp.{bias}"] = (1, count) if ernie else (count,)
+        shared = config["moe_num_shared_experts" if ernie else "num_shared_experts"] * width
         tensors |= {f"mlp.shared_experts.{name}.weight": (shared, hidden) for name in names[:2]}
         tensors["mlp.shared_experts.down_proj.weight"] = (hidden, shared)
     for expert in range(count):

@@ -279,6 +279,14 @@ def test_experts_behind_others_of_exaone_are_refused() -> None:
         read_config(Facts({**config_of("exaone_moe"), "mlp_layer_types": kinds}, "config.json"))
 
 
+def test_layers_without_experts_behind_others_of_ernie_are_refused() -> None:
+    config = config_of("ernie45_moe")
+    assert read_config(Facts({**config, "moe_layer_end_index": 2}, "config.json")).experts is not None
+    for key, value in {"moe_layer_end_index": 1, "moe_layer_interval": 2}.items():
+        with pytest.raises(UnsupportedModelError, match=f"{key} is {value}"):
+            read_config(Facts({**config, key: value}, "config.json"))
+
+
 def test_a_glm4_rotates_half_a_head_unless_it_states_another_part() -> None:
     config = {key: value for key, value in config_of("glm4").items() if key != "partial_rotary_factor"}
     stated = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}

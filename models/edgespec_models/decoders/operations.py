@@ -209,10 +209,6 @@ class Experts:
         check_fields(self, UnsupportedModelError)
         if self.used > self.count:
             raise UnsupportedModelError(f"a token uses {self.used} experts; there are {self.count}")
-        if self.selection_bias and self.gating != "sigmoid":
-            raise UnsupportedModelError(
-                f"experts are chosen with a bias and weighed by {self.gating}; allowed with a bias: sigmoid"
-            )
         if self.shared_gate and not self.shared_width:
             raise UnsupportedModelError(
                 "shared_gate is true and shared_width is 0; the first needs the second"

@@ -11,7 +11,7 @@ from typing import Final
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.dflash import DFLASH, DFLASH2
 from edgespec_models.families.eagle3 import EAGLE3
-from edgespec_models.families.ernie45 import ERNIE45
+from edgespec_models.families.ernie45 import ERNIE45, ERNIE45_MOE
 from edgespec_models.families.exaone4 import EXAONE4, EXAONE_MOE
 from edgespec_models.families.family import Family
 from edgespec_models.families.gemma2 import GEMMA2
@@ -43,7 +43,7 @@ MODELS: Final = (
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
-    *(SEED_OSS, ERNIE45, GLM4, EXAONE_MOE),
+    *(SEED_OSS, ERNIE45, ERNIE45_MOE, GLM4, EXAONE_MOE),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
