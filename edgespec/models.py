@@ -120,6 +120,7 @@ class Models(InProcess):
         if (model := self.loaded.get(name)) is not None:
             return model.target
         from edgespec.loading.planning import look_up
+        from edgespec_models.downloads.catalog import HubName
 
         named = self._named[name]
         arguments: Mapping[str, Any] = named if isinstance(named, Mapping) else {"target": named}
@@ -128,7 +129,7 @@ class Models(InProcess):
             found = look_up(arguments["target"], "target", options.weights, options.adapters)
             if isinstance(found, Bundle) and options.chat_template is not None:
                 found.use_template(options.chat_template)
-            return found
+            return None if isinstance(found, HubName) else found
         return None
 
     def unload(self, name: str) -> None:

@@ -5,9 +5,11 @@ repository's root: ``python -m tools.shapes NAME... --into FOLDER``, with the ex
 and safetensors. Then, for example, ``edgespec export
 FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
 --bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``. ``NAME.head`` is an EAGLE-3 head of that model, with
-32,000 tokens, ``NAME.dflash`` a DFlash head of it; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf``
-with its MTP layer; of a Gemma 4 E ``NAME.assistant`` is the directory of its assistant. Models with experts
-have a quarter of their layers, so a pass takes a quarter of the time but for embedding and LM head.
+32,000 tokens, ``NAME.dflash`` a DFlash head of it, ``NAME.dspark`` a DSpark head as LFM2.5 has it, whose
+matrices are all of one format in ``NAME.dspark.Q8_0`` and ``NAME.dspark.F16``; of a Qwen3.5 ``NAME.mtp`` is
+the file ``mtp-NAME.gguf`` with its MTP layer; of a Gemma 4 E ``NAME.assistant`` is the directory of its
+assistant. Models with experts have a quarter of their layers, so a pass takes a quarter of the time but for
+embedding and LM head.
 """
 
 from collections.abc import Iterator
@@ -52,6 +54,12 @@ class Shape:
         """A DFlash head of it."""
         read = [2 + layer * (self.layers - 5) // 4 for layer in range(5)]
         return replace(self, architecture="dflash", layers=5, facts={"target_layers": read, "block_size": 16})
+
+    @property
+    def dspark(self) -> "Shape":
+        """A DSpark head of it, as LFM2.5's are."""
+        facts = self.dflash.facts | {"block_size": 9, "sample_from_anchor": True}
+        return replace(self.dflash, mlp=6144, heads=32, kv_heads=8, head_dim=64, facts=facts)
 
     @property
     def mtp(self) -> "Shape":
@@ -160,6 +168,9 @@ def tensors(shape: Shape) -> Tensors:
     if shape.architecture == "dflash":  # embedding and LM head are the target's
         yield "fc.weight", (shape.hidden, 5 * shape.hidden), "Q4_K"
         yield "enc.output_norm.weight", (shape.hidden,), "F32"
+        if "sample_from_anchor" in shape.facts:
+            yield from ((f"markov_w{which}.weight", (shape.vocabulary, 256), "Q8_0") for which in (1, 2))
+            yield from (("conf_proj.weight", (1, shape.hidden + 256), "F32"), ("conf_proj.bias", (1,), "F32"))
     else:
         yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     yield f"{'token_embd' if lfm2 else 'output'}_norm.weight", (shape.hidden,), "F32"
@@ -342,6 +353,9 @@ def weights(name: str, size: tuple[int, ...], kind: GGMLQuantizationType, seed: 
         return np.full(
             size, -1.0 if name.endswith("ssm_a") else 1 / size[-1] if len(size) > 1 else 1, np.float32
         )
+    if kind == GGMLQuantizationType.F16:
+        random = np.random.default_rng(seed).normal(0, size[-1] ** -0.5, size).astype(np.float16)
+        return np.frombuffer(random.tobytes(), np.uint8).reshape(*size[:-1], -1)
     rng, (block, n_bytes) = np.random.default_rng(seed), GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (prod(size) // block, n_bytes), np.uint8)
     for place, spread in _FACTORS[kind.name].items():
@@ -380,6 +394,8 @@ def tokenizer(writer: GGUFWriter, shape: Shape) -> None:
 
 def write(name: str, path: Path) -> None:
     """Write the model called ``name``, tensor by tensor."""
+    name, _, only = name.partition(".dspark.") if ".dspark." in name else (name, "", "")
+    name += ".dspark" if only else ""
     target, part = name.rpartition(".")[::2] if name not in SHAPES else (name, "")
     head, shape = part == "head", getattr(SHAPES[target], part) if part else SHAPES[target]
     writer = GGUFWriter(path, shape.architecture)
@@ -407,7 +423,10 @@ def write(name: str, path: Path) -> None:
         add(f"{shape.architecture}.{key}", value)
     tokenizer(writer, shape)
     writer.add_mask_token_id(shape.vocabulary - 3)
-    rows = [(tensor, size, stored(size, form)) for tensor, size, form in tensors(shape)]
+    rows = [
+        (tensor, size, stored(size, only if only and form != "F32" else form))
+        for tensor, size, form in tensors(shape)
+    ]
     for tensor, size, kind in rows:
         block, n_bytes = GGML_QUANT_SIZES[kind]
         floats = kind == GGMLQuantizationType.F32

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import asdict
-from itertools import starmap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -108,7 +107,7 @@ def _show_catalogue(as_json: bool) -> None:
 
     known = list(entries().values())
     if as_json:
-        print_json([*map(_describe, known), *starmap(_describe_hub, hub_names().items())])
+        print_json([*map(_describe, known), *map(_describe_hub, hub_names().values())])
         return
     table = figure_table("name", "role", "size", "licence", "pulled", names=5)
     for entry in known:
@@ -198,12 +197,13 @@ def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
     say(f"  licence: {licence}")
 
 
-def _describe_hub(name: str, model: "HubName") -> dict[str, object]:
+def _describe_hub(model: "HubName") -> dict[str, object]:
     """A model of the hub as JSON, with the known keys of :func:`_describe`."""
     from edgespec_models.downloads.download import pulled_place
 
-    place = pulled_place(name)
-    return {"name": name, "role": "target", **asdict(model), "path": None if place is None else str(place)}
+    place = pulled_place(model.name)
+    facts = {key: value for key, value in asdict(model).items() if key != "config"}
+    return {**facts, "role": "target", "path": None if place is None else str(place)}
 
 
 def _describe(entry: "CatalogueEntry") -> dict[str, object]:

@@ -65,7 +65,7 @@ def choose(target: Bundle, reference: Reference) -> str:
 
 def recommended(
     shape: DecoderShape,
-    n_bytes: int,
+    n_bytes: float,
     digest: object = None,
     reference: str = "",
     layer: Path | None = None,
@@ -84,7 +84,10 @@ def recommended(
     }
     of_shape = named(shape.architecture)
     one_vocabulary = of_shape is not None and of_shape.one_vocabulary
-    promised, n_bytes = {NGRAM: _WORTH}, max(n_bytes, 1)
+    n_bytes = max(n_bytes, 1)
+    if isinstance(shape, Transformer):  # a pass reads few of the experts, and no table
+        n_bytes *= _weights(shape, shape.vocab_size) / _weights(shape, shape.vocab_size, whole=True)
+    promised = {NGRAM: _WORTH}
     for entry in catalogue:
         if entry.role == "drafter" and entry.alignment is None:
             if entry.architecture == shape.architecture and one_vocabulary:
@@ -104,19 +107,23 @@ def recommended(
     return best, promised[best]
 
 
-def mtp_price(target: Transformer) -> float:
-    """The price of a step of the target's MTP layer, as a share of the weights that a target's pass reads."""
+def mtp_price(target: Transformer, *, whole: bool = False) -> float:
+    """The price of a step of the target's MTP layer, as a share of the weights that a target's pass reads.
 
-    def weights(config: Transformer, rows: int) -> int:
-        made = record(config)
-        sizes = {name: prod(shape) for name, shape in made.tensors.items() if name != "embed"}
-        of_experts = sum(size for name, size in sizes.items() if ".experts_" in name)
-        unread = (config.vocab_size - rows) * config.hidden_size
-        return sum(sizes.values()) - unread - round(of_experts * (1 - made.shares.get("experts", 1.0)))
-
+    With ``whole`` it is the layer's share of all weights.
+    """
     layer, rows = target.mtp_layer, target.vocab_size
     assert layer is not None  # of a family with such layers
-    return weights(layer, min(rows, MTP_ROWS)) / weights(target, rows)
+    return _weights(layer, min(rows, MTP_ROWS), whole=whole) / _weights(target, rows, whole=whole)
+
+
+def _weights(config: Transformer, rows: int, *, whole: bool = False) -> float:
+    """The weights that a pass over one row reads, with so many rows of the LM head; all with ``whole``."""
+    made = record(config)
+    sizes = {name: prod(shape) for name, shape in made.tensors.items() if name != "embed"}
+    of_experts = sum(size for name, size in sizes.items() if ".experts_" in name)
+    unread = of_experts * (1 - made.shares.get("experts", 1.0)) + sizes.get("inputs", 0)
+    return sum(sizes.values()) - (config.vocab_size - rows) * config.hidden_size - (0 if whole else unread)
 
 
 def expected_speed(guessed: float, price: float, *, in_blocks: bool = False) -> float:

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -21,12 +21,15 @@ from edgespec.loading.footprint import (
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.decoders.config import DecoderShape
-from edgespec_models.decoders.kept import BLOCK, KeptTensor, KeptType, in_bytes, keys_and_values
+from edgespec_models.decoders.kept import BLOCK, KeptTensor, KeptType, in_bytes
 from edgespec_models.decoders.record import record
-from edgespec_models.downloads.catalog import CatalogueEntry, entries
+from edgespec_models.decoders.transformer import Transformer
+from edgespec_models.downloads.catalog import CatalogueEntry, HubName, entries, hub_names
 from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import RequestError
+from edgespec_models.families import read_config
+from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import home
@@ -49,8 +52,8 @@ def plan(
     """Plan the memory and disk space of a target and its drafter; nothing is pulled, exported or loaded.
 
     Args:
-        target: as :func:`edgespec.load` takes it; a model of the hub (``hf:``) has to be pulled before.
-            If a model of the catalogue is not here, its file's size counts as its weights.
+        target: as :func:`edgespec.load` takes it; a model of the hub without a name (``hf:``) has to be
+            pulled before. If a model of the catalogue is not here, its file's size counts as its weights.
         drafter: the same; ``"auto"``, ``"ngram"`` and None as :func:`edgespec.load` takes them.
         context: tokens of a text to plan for besides 2,048, 8,192, 32,768 and the model's whole context.
         weights: policy of exports, as in :class:`edgespec.LoadOptions`.
@@ -74,9 +77,11 @@ def plan(
         if Path(target).exists() and not (Path(drafter).exists() or pulled_place(drafter)):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
-    if drafter is not None and drafter != NGRAM:
+    if isinstance(located, HubName) and drafter == located.name and located.mtp:
+        second = _of_layer(located, weights)
+    elif drafter is not None and drafter != NGRAM:
         source, path = first_use.checkpoint_of(target), Path(drafter)
-        model: Found | None = None
+        model: Found | HubName | None = None
         if source is not None and path.exists():
             model = first_use.made_for(path, source, Wanted("drafter", weights, None))
         model = model or (path if path == source else look_up(drafter, "drafter", weights))
@@ -99,13 +104,17 @@ def in_8_bits(model: Footprint) -> Footprint:
     return replace(model, cache=replace(model.cache, kept=in_bytes(model.cache.kept)))
 
 
-def look_up(reference: Reference, role: Role, weights: str | None, adapters: tuple[str, ...] = ()) -> Found:
+def look_up(
+    reference: Reference, role: Role, weights: str | None, adapters: tuple[str, ...] = ()
+) -> Found | HubName:
     """Find what :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
     path: Path | None = Path(reference)
-    named = on_hub(str(reference))
+    named = None if Path(reference).exists() else on_hub(str(reference))
     if named is not None:
         path = pulled_hub(named)
     if path is None:
+        if str(reference) in hub_names():
+            return hub_names()[str(reference)]
         raise RequestError(
             f"{reference} is not on this machine, and a plan needs its files; run 'edgespec pull "
             f"{reference}' first"
@@ -113,7 +122,9 @@ def look_up(reference: Reference, role: Role, weights: str | None, adapters: tup
     return first_use.look_up(path, str(reference), Wanted(role, weights, None, adapters=adapters))
 
 
-def recommended(target: Found, export_bytes: int, reference: str = "", *, portable: bool = False) -> str:
+def recommended(
+    target: Found | HubName, export_bytes: int, reference: str = "", *, portable: bool = False
+) -> str:
     """The drafter that ``"auto"`` would choose, by the bundle, the catalogue, or the file and its export."""
 
     def layer(shape: DecoderShape, facts: Mapping[str, str]) -> Path | None:
@@ -125,8 +136,9 @@ def recommended(target: Found, export_bytes: int, reference: str = "", *, portab
         total = sum(file.size_bytes for file in target.manifest.files.values())
         facts, config = target.manifest.provenance, target.config
         return drafters.recommended(config, total, facts.get("sha256"), reference, layer(config, facts))[0]
-    if isinstance(target, CatalogueEntry):
-        return drafters.recommended(_shape_of(target), target.size_bytes, reference=reference)[0]
+    if isinstance(target, CatalogueEntry | HubName):
+        own = Path(target.name) if isinstance(target, HubName) and target.mtp and not portable else None
+        return drafters.recommended(_config_of(target), target.size_bytes, None, reference, own)[0]
     from edgespec_export.sources.open import open_checkpoint
 
     known = {entry.size_bytes for entry in entries().values()}
@@ -140,7 +152,7 @@ def recommended(target: Found, export_bytes: int, reference: str = "", *, portab
 
 
 def footprint(
-    model: Found,
+    model: Found | HubName,
     role: Role,
     weights: str | None = None,
     target: Path | None = None,
@@ -151,14 +163,34 @@ def footprint(
         return footprint_of(model, exact_rows=role == "target")
     if isinstance(model, Path):
         return _of_checkpoint(name_of(model, target), model, role, weights, target, adapters)
-    if is_pulled(model):
+    if isinstance(model, CatalogueEntry) and is_pulled(model):
         return _of_checkpoint(model.name, model_path(model), role, weights, adapters=adapters)
-    size = model.size_bytes  # as its weights, because an export keeps them as they are
-    assert model.shape is not None  # as _shape_of has checked
-    shape, kind = model.shape, _kept_type(weights)
-    layers = (keys_and_values(at, shape.kv_heads, shape.head_dim, kind) for at in range(shape.layers))
-    kept = tuple(chain.from_iterable(layers))
-    return _planned(model.name, (_shape_of(model), kept), (role, weights), {"matrices": size}, (size, size))
+    config, size = _config_of(model), model.size_bytes  # as its weights, because an export keeps them
+    return _planned(
+        model.name, _with_kept(config, weights), (role, weights), _spread(config, size), (size, size)
+    )
+
+
+def _of_layer(model: HubName, weights: str | None) -> Footprint:
+    """The footprint of the MTP layer in a model's file."""
+    target = _config_of(model)
+    layer, size = target.mtp_layer, round(drafters.mtp_price(target, whole=True) * model.size_bytes)
+    assert layer is not None  # of a family with such layers
+    kept = _with_kept(layer, weights)
+    return _planned(f"{model.name}-mtp", kept, ("drafter", weights), _spread(layer, size), (0, size))
+
+
+def _spread(config: Transformer, size: int) -> dict[str, int]:
+    """A file's bytes by class, as if all weights took as many."""
+    weights = {"matrices": 0, "experts": 0, "embedding": 0}
+    for name, shape in record(config).tensors.items():
+        kind = "experts" if ".experts_" in name else "embedding" if name == "inputs" else "matrices"
+        weights[kind] += prod(shape) if name != "embed" else 0  # which passes read as the LM head, if tied
+    return {kind: size * count // sum(weights.values()) for kind, count in weights.items()}
+
+
+def _with_kept(config: Transformer, weights: str | None) -> tuple[Transformer, tuple[KeptTensor, ...]]:
+    return config, record(config).kept_in(_kept_type(weights))
 
 
 def _of_checkpoint(
@@ -177,21 +209,17 @@ def _of_checkpoint(
     with open_checkpoint(source, target if is_draft else None, adapters) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, weights)
         config = checkpoint.config
-    kept = record(config).kept_in(_kept_type(weights))
-    return _planned(name, (config, kept), (role, weights), by_class, (0, file_bytes))
+    return _planned(name, _with_kept(config, weights), (role, weights), by_class, (0, file_bytes))
 
 
-def _shape_of(entry: CatalogueEntry) -> DecoderShape:
-    shape = entry.shape
-    if shape is None:
+def _config_of(model: CatalogueEntry | HubName) -> Transformer:
+    if not model.config:
         raise RequestError(
-            f"the catalogue has no sizes of {entry.name}; run 'edgespec pull {entry.name}' first"
+            f"the catalogue has no sizes of {model.name}; run 'edgespec pull {model.name}' first"
         )
-    return DecoderShape(
-        architecture=entry.architecture,
-        vocab_size=shape.vocabulary,
-        num_layers=shape.layers,
-        context_length=shape.context,
+    facts = Facts(model.config, f"the config of {model.name}")
+    return read_config(
+        facts if isinstance(model, CatalogueEntry) else facts.over({"vocab_size": model.vocabulary})
     )
 
 

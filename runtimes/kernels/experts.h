@@ -236,12 +236,20 @@ class Experts {
     }
     if (routed.bias != nullptr)
       for (int64_t e = 0; e < experts_; e++) scores[e] = scores[e] + routed.bias[e];
-    const Buffer<float> keys(experts_), sigmoids(sigmoid_ ? experts_ : 0);
+    // Weights of all experts; without them, softmax over the scores of the chosen ones says as much.
+    const bool all = sigmoid_ || routed.selection != nullptr;
+    const Buffer<float> keys(experts_), weights(all ? experts_ : 0);
     if (sigmoid_) {
-      std::fill_n(sigmoids.get(), experts_, 1.0f);
-      kernels_.multiply(Gate::sigmoid, scores, experts_, sigmoids.get());
+      std::fill_n(weights.get(), experts_, 1.0f);
+      kernels_.multiply(Gate::sigmoid, scores, experts_, weights.get());
+    } else if (all) {
+      float top;
+      int64_t at;
+      kernels_.largest(scores, experts_, &top, &at);
+      const float total = kernels_.sum_exp(scores, experts_, top);
+      for (int64_t e = 0; e < experts_; e++) weights.get()[e] = kernels_.sum_exp(scores + e, 1, top) / total;
     }
-    const float* worth = sigmoid_ ? sigmoids.get() : scores;
+    const float* worth = all ? weights.get() : scores;
     for (int64_t e = 0; e < experts_; e++)
       keys.get()[e] = routed.selection == nullptr ? worth[e] : worth[e] + routed.selection[e];
     float most = 0.0f, sum = 0.0f;
@@ -251,10 +259,10 @@ class Experts {
       kernels_.largest(keys.get(), experts_, &key, &choice.expert);
       keys.get()[choice.expert] = -__builtin_inff();
       if (i == 0) most = worth[choice.expert];
-      choice.weight = sigmoid_ ? worth[choice.expert] : kernels_.sum_exp(worth + choice.expert, 1, most);
+      choice.weight = all ? worth[choice.expert] : kernels_.sum_exp(worth + choice.expert, 1, most);
       sum = sum + choice.weight;
     }
-    if (!normalized_) sum = sigmoid_ ? 1.0f : kernels_.sum_exp(scores, experts_, most);
+    if (!normalized_) sum = all ? 1.0f : kernels_.sum_exp(scores, experts_, most);
     sum = sum < kLeastSum ? kLeastSum : sum;
     for (int64_t i = 0; i < used_; i++) {
       choices[i].weight = choices[i].weight / sum * scale_;

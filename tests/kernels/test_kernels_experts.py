@@ -19,7 +19,7 @@ VECTORS = ("gain", "router_bias", "bias", "down_bias", "router_gain", "scales", 
 def mixtures(draw: st.DrawFn) -> Mixture:
     count, gating = draw(st.integers(1, 40)), draw(st.sampled_from(["softmax", "sigmoid"]))
     vectors = tuple(draw(st.lists(st.sampled_from(VECTORS), unique=True)))
-    if gating == "sigmoid" and draw(st.booleans()):
+    if draw(st.booleans()):
         vectors += ("selection",)
     wide = draw(st.booleans())
     formats = ("Q4_K", "Q6_K", "Q5_K") if wide else ("Q4_0", "Q8_0", "MXFP4")

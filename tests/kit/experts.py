@@ -70,16 +70,16 @@ class Mixture:
         """The experts of each row, from the best on, and their weights; ``x`` is normalized."""
         scores = x.astype(np.float64) @ self.router[: self.count].T.astype(np.float64)
         scores = scores + self.vectors.get("router_bias", np.float32(0))
-        worth = 1 / (1 + np.exp(-scores)) if self.gating == "sigmoid" else scores
+        if self.gating == "sigmoid":
+            worth = 1 / (1 + np.exp(-scores))
+        else:
+            worth = np.exp(scores - scores.max(axis=1, keepdims=True))
+            worth = worth / worth.sum(axis=1, keepdims=True)
         order = np.argsort(-(worth + self.vectors.get("selection", np.float32(0))), axis=1, kind="stable")
         best = order[:, : self.used]
-        if self.gating == "softmax":
-            worth = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights = np.take_along_axis(worth, best, axis=1)
         if self.normalized:
             weights = weights / weights.sum(axis=1, keepdims=True)
-        elif self.gating == "softmax":
-            weights = weights / worth.sum(axis=1, keepdims=True)
         weights = weights * np.float32(self.scale)
         return best, weights * self.vectors.get("scales", np.ones(self.count, np.float32))[best]
 

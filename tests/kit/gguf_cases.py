@@ -15,6 +15,8 @@ ARCHITECTURES |= {
     "qwen3_moe": "qwen3moe",
     "lfm2_moe": "lfm2moe",
     "gpt_oss": "gpt-oss",
+    "exaone_moe": "exaone-moe",
+    "ernie4_5_moe": "ernie4_5-moe",
 }
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
@@ -84,6 +86,7 @@ _TENSORS = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "feed_forward.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
@@ -107,6 +110,9 @@ _LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 _PARAMETERS |= {"mamba.A_log": "ssm_a", "mamba.dt_bias": "ssm_dt.bias", "mamba.D": "ssm_d"}
 _PARAMETERS |= {"layer_scalar": "layer_output_scale.weight", "router.per_expert_scale": "ffn_down_exps.scale"}
+_PARAMETERS |= dict.fromkeys(
+    ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias"), "exp_probs_b.bias"
+)
 _PARAMETERS |= {"feed_forward.expert_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -194,6 +200,7 @@ def converted(
 
 
 _FLOATS = (
+    "e_score_correction_bias",
     "conv1d.weight",
     "mamba.A_log",
     "mamba.D",
@@ -341,6 +348,11 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts["expert_feed_forward_length"] = config["intermediate_size"]
     if "head_dim" in config and config["model_type"] != "phi3":
         facts |= {"attention.key_length": head, "attention.value_length": head}
+    if config["model_type"] == "exaone_moe":
+        shared = config["num_shared_experts"] * config["moe_intermediate_size"]
+        facts |= {"expert_shared_feed_forward_length": shared, "expert_weights_scale": 2.5}
+    if config["model_type"] == "ernie4_5_moe":
+        facts |= {"expert_shared_feed_forward_length": 64, "interleave_moe_layer_step": 1}
     if config["model_type"].startswith("qwen3_5"):
         facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
     if "mamba_n_heads" in config:
@@ -412,6 +424,8 @@ _WITHOUT_ROTARY_DIM = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "exaone_moe",
+    "ernie4_5_moe",
     "olmo2",
     "olmo3",
     "gemma2",

@@ -256,6 +256,32 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "position_embedding_type": "nope",
         "layer_types": ["attention"] * 2,
     },
+    "ernie45_moe": {
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 3,
+        "intermediate_size": 128,
+        "tie_word_embeddings": True,
+        "num_dense_layers": 1,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+    },
+    "exaone_moe": {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 6,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full")],
+        **_EXPERTS,
+        "num_dense_layers": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+    },
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 32, **_EXPERTS, "decoder_sparse_step": 1},
     "qwen35_moe": {
         **_QWEN35,
@@ -492,6 +518,13 @@ def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     place = "feed_forward" if lfm2 else "mlp"
     names = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
     tensors = {f"{place}.gate.weight": (count, hidden)} | ({f"{place}.expert_bias": (count,)} if lfm2 else {})
+    if config["model_type"] in ("exaone_moe", "ernie4_5_moe"):
+        ernie = config["model_type"] == "ernie4_5_moe"
+        bias = "moe_statics.e_score_correction_bias" if ernie else "gate.e_score_correction_bias"
+        tensors[f"mlp.{bias}"] = (1, count) if ernie else (count,)
+        shared = config["moe_num_shared_experts" if ernie else "num_shared_experts"] * width
+        tensors |= {f"mlp.shared_experts.{name}.weight": (shared, hidden) for name in names[:2]}
+        tensors["mlp.shared_experts.down_proj.weight"] = (hidden, shared)
     for expert in range(count):
         for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
             tensors[f"{place}.experts.{expert}.{name}.weight"] = shape
@@ -568,7 +601,15 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         tensors = {name: shape for name, shape in tensors.items() if not name.startswith("mlp.")}
         mlp = config["shared_intermediate_size"]
         tensors |= {"shared_mlp.input_linear": (2 * mlp, hidden), "shared_mlp.output_linear": (hidden, mlp)}
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "exaone4"):
+    if kind in (
+        "qwen3",
+        "qwen3_moe",
+        "gemma3_text",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "exaone4",
+        "exaone_moe",
+    ):
         tensors |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind in ("gemma2", "gemma3_text"):
         tensors["pre_feedforward_layernorm"] = (hidden,)
@@ -676,7 +717,7 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
             tensors[name] = codes.astype(np.uint8)
         elif name.endswith(_ROUTERS):
             # Choices hang on no rounding, but where the weights of the chosen have to be normalized.
-            tensors[name] *= {"lfm2_moe": 2, "qwen3_moe": 3}.get(config["model_type"], 4)
+            tensors[name] *= {"lfm2_moe": 2, "qwen3_moe": 3, "exaone_moe": 3}.get(config["model_type"], 4)
         elif name.endswith("router.proj.weight"):
             tensors[name] *= 32
     return tensors

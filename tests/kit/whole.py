@@ -262,8 +262,8 @@ def _head_file(target: Callable[[], TinyGGUF], head: Callable[[], TinyGGUF], fol
     return _write_file(head(), folder / "head.gguf"), _write_file(target(), folder / "m.gguf")
 
 
-def _block_head(chained: bool, folder: Path) -> Path:
-    return write_directory(folder, block_heads.config(chained=chained), block_heads.tensors(chained=chained))
+def _block_head(folder: Path, **kind: bool) -> Path:
+    return write_directory(folder, block_heads.config(**kind), block_heads.tensors(**kind))
 
 
 def _speculators(chained: bool, folder: Path) -> Path:
@@ -352,12 +352,20 @@ def _drafters() -> dict[str, Whole]:
         bundles[f"EAGLE-3 of {case}/directory"] = Whole(partial(_head_directory, target, head), DRAFTS)
         files = partial(golden_heads.target_gguf, case), partial(golden_heads.head_gguf, case)
         bundles[f"EAGLE-3 of {case}/file"] = Whole(partial(_head_file, *files), DRAFTS)
-    for name, chained in (("DFlash", False), ("DSpark", True)):
-        for form, make in (("directory", _block_head), ("of speculators", _speculators)):
-            write = partial(_head_directory, block_heads.write_target, partial(make, chained))
-            bundles[f"{name}/{form}"] = Whole(write, DRAFTS)
-        write = partial(_head_file, block_heads.target_gguf, partial(block_heads.gguf, chained=chained))
+    heads: dict[str, dict[str, Any]] = {
+        "DFlash": {},
+        "DFlash 2": {"second": True},
+        "DSpark": {"chained": True},
+    }
+    for name, kind in heads.items():
+        write = partial(_head_directory, block_heads.write_target, partial(_block_head, **kind))
+        bundles[f"{name}/directory"] = Whole(write, DRAFTS)
+        write = partial(_head_file, block_heads.target_gguf, partial(block_heads.gguf, **kind))
         bundles[f"{name}/file"] = Whole(write, DRAFTS)
+        if name != "DFlash 2":
+            speculators = partial(_speculators, kind.get("chained", False))
+            write = partial(_head_directory, block_heads.write_target, speculators)
+            bundles[f"{name}/of speculators"] = Whole(write, DRAFTS)
     for case in ("qwen35", "qwen35_moe"):
         bundles[f"MTP layer of {case}/directory"] = Whole(partial(_layer_of_directory, case), DRAFTS)
         bundles[f"MTP layer of {case}/file"] = Whole(partial(_layer_of_file, case), DRAFTS)

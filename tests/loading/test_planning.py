@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.decoders.kept import KeptTensor
-from edgespec_models.downloads.catalog import entries, find
+from edgespec_models.decoders.record import record
+from edgespec_models.downloads.catalog import entries, find, hub_names
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError
+from edgespec_models.families import read_config
+from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.memory import MachineMemory, machine_memory
@@ -126,6 +130,44 @@ def test_a_catalogue_model_is_planned_before_it_is_pulled(own_home: Path) -> Non
     assert not own_home.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "kv_bytes", "state_bytes", "drafter"),
+    [
+        ("qwen3.5-4b", 32_768, True, "qwen3.5-4b-mtp"),
+        ("qwen3.6-35b-a3b", 20_480, True, "qwen3.6-35b-a3b-mtp"),
+        ("gemma-4-e2b-it", 18_432, False, "smollm2-135m-instruct"),
+        ("gpt-oss-20b", 49_152, False, "smollm2-135m-instruct"),
+        ("granite-4.0-h-micro", 8_192, True, "smollm2-135m-instruct"),
+    ],
+)
+def test_a_model_of_the_hub_with_a_name_is_planned_before_it_is_pulled(
+    own_home: Path, name: str, kv_bytes: int, state_bytes: bool, drafter: str
+) -> None:
+    made, size = plan(name), hub_names()[name].size_bytes
+    assert (made.target.state, made.target.download_bytes) == ("to be pulled", size)
+    assert size - 3 < made.target.weights_bytes + made.target.table_bytes <= size
+    assert made.target.cache.bytes_per_token == kv_bytes
+    assert (made.target.cache.bytes_per_sequence > 0) == state_bytes
+    assert made.drafter is not None and made.drafter.name == drafter
+    assert made.drafter.download_bytes < 2e8  # an MTP layer comes with the model
+    assert not own_home.exists()
+
+
+@pytest.mark.parametrize("name", [name for name, model in hub_names().items() if model.config])
+def test_names_of_the_hub_have_sizes_of_their_family(name: str) -> None:
+    model = hub_names()[name]
+    target = footprint(model, "target")
+    assert target.cache.bytes_per_token
+    assert 0.3 < model.size_bytes / _weights_of(name) < 1.2  # bytes a weight, of 4 to 8 bits
+
+
+def _weights_of(name: str) -> int:
+    model = hub_names()[name]
+    config = read_config(Facts(model.config, name).over({"vocab_size": model.vocabulary}))
+    tensors = record(config).tensors
+    return sum(prod(shape) for tensor, shape in tensors.items() if tensor != "embed")
+
+
 @pytest.mark.models
 @pytest.mark.parametrize("name", entries())
 def test_the_catalogue_knows_what_the_files_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +183,8 @@ def test_the_catalogue_knows_what_the_files_say(name: str, monkeypatch: pytest.M
 def test_what_cannot_be_planned_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="run 'edgespec pull hf:someone/model' first"):
         plan("hf:someone/model")
+    with pytest.raises(RequestError, match="no sizes of nemotron-3-nano-4b; run 'edgespec pull"):
+        plan("nemotron-3-nano-4b")
     with pytest.raises(CatalogueError, match="no model 'nothing'"):
         plan("nothing")
     with pytest.raises(RequestError, match="context is 0"):

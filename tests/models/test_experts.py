@@ -42,7 +42,6 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         ("a token uses 13 experts; there are 12", {"used": 13}),
         ("used", {"used": 0}),
         ("gating", {"gating": "hash"}),
-        ("chosen with a bias and weighed by softmax", {"selection_bias": True}),
         ("shared_gate is true", {"shared_gate": True}),
     ],
 )

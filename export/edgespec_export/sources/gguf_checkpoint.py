@@ -260,7 +260,7 @@ def family_of(file: GGUFFile) -> Family:
     instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
     if instead is not None:
         raise UnsupportedModelError(f"{file.path} is {instead}")
-    family = in_gguf(architecture, file.path.name)
+    family = in_gguf(architecture, file.path.name, file.tensors)
     if family.kind != "model":
         raise RequestError(f"{file.path} {NEEDS_TARGET}")
     return family

@@ -209,10 +209,6 @@ class Experts:
         check_fields(self, UnsupportedModelError)
         if self.used > self.count:
             raise UnsupportedModelError(f"a token uses {self.used} experts; there are {self.count}")
-        if self.selection_bias and self.gating != "sigmoid":
-            raise UnsupportedModelError(
-                f"experts are chosen with a bias and weighed by {self.gating}; allowed with a bias: sigmoid"
-            )
         if self.shared_gate and not self.shared_width:
             raise UnsupportedModelError(
                 "shared_gate is true and shared_width is 0; the first needs the second"
@@ -416,8 +412,23 @@ class Backend:
         """Return states of the wanted rows, which the head reads in the next pass."""
         raise NotImplementedError
 
-    def chain(self, logits: Any, x: Any, rows: int, block: Block) -> Any:
-        """The choices of a block's rows, one after the other (DSpark, arXiv 2607.05147)."""
+    def chain(self, logits: Any, x: Any, rows: int, block: Block, candidates: int = 0) -> Any:
+        """The choices of a block's rows, one after the other (DSpark, arXiv 2607.05147).
+
+        With ``candidates`` each is one of that many tokens with the highest logits, and the bias also depends
+        on ``x`` (DFlash 2).
+        """
+        raise NotImplementedError
+
+    def block_taps(self, x: Any, name: str, taps: int, group: int) -> Any:
+        """The weights of two convolutions over a block's rows (DFlash 2), each row's its own.
+
+        They are those in ``NAME_base``, and a product ``NAME`` that gives ``group`` channels the same.
+        """
+        raise NotImplementedError
+
+    def block_conv(self, y: Any, weights: Any, side: int) -> Any:
+        """The convolution with the first or the second of these weights; before a block there are zeros."""
         raise NotImplementedError
 
     def clusters(self, x: Any, rows: int, clusters: int, read: int) -> Any:

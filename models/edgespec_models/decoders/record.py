@@ -355,12 +355,22 @@ class _Recording(Backend):
     def write_states(self, x: int, width: int) -> None:
         """Nothing is kept of it."""
 
-    def chain(self, logits: int, x: int, rows: int, block: Any) -> None:
+    def chain(self, logits: int, x: int, rows: int, block: Any, candidates: int = 0) -> None:
         for name in ("chain_in", "chain_out"):
             self.product(name, {name: (rows, block.rank)}, "")
+        if candidates:
+            self.linear(x, "chain_gate", block.rank)
         if block.confident:
             self.parameter("confidence", (1, x + block.rank))
             self.parameter("confidence_bias", (1,))
+
+    def block_taps(self, x: int, name: str, taps: int, group: int) -> int:
+        self.use("block_taps")
+        self.parameter(f"{name}_base", (2, taps, x), "mixer")
+        return self.linear(x, name, 2 * taps * (x // group), part="mixer")
+
+    def block_conv(self, y: int, weights: int, side: int) -> int:
+        return y
 
     def clusters(self, x: int, rows: int, clusters: int, read: int) -> int:
         self.linear(x, "centroids", clusters)

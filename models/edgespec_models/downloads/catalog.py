@@ -5,8 +5,9 @@ file. The keys, all required unless marked optional:
 
     title, architecture, role ("target" or "drafter"), parameters, licence, filename,
     size_bytes, sha256, [[sources]]; optional: licence_url, drafter (the name of the drafter
-    recommended for a target), shape (facts for a plan of memory before the file is here), alignment
-    ({filename, sha256}: a file beside this one that exports merge into a drafter's weights)
+    recommended for a target), config (keys of the model's ``config.json``, for a plan of memory before the
+    file is here), alignment ({filename, sha256}: a file beside this one that exports merge into a drafter's
+    weights)
 
 Sources are tried in the order written. Each has a ``kind``:
 
@@ -24,13 +25,13 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache
 from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from edgespec_models.decoders.config import Context, Count
+from edgespec_models.decoders.config import Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import length, matching, read, shown, within
 
@@ -49,6 +50,8 @@ _Title = Annotated[str, matching(r"\S(.*\S)?")]
 _Package = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 _Version = Annotated[str, matching(r"[0-9][0-9A-Za-z.!+]*")]
 _Amount = Annotated[int, within(1)]
+Config = Mapping[str, Any]
+"""Keys of a ``config.json``."""
 _CORRECT: Final = "Correct the file"
 _FOLDER: Final = Path(__file__).with_name("catalogue")
 _ON_HUB: Final = Path(__file__).with_name("on_hub.toml")
@@ -91,17 +94,6 @@ Source = HubFile | IndexParts
 _KINDS: Final[Mapping[str, type[Source]]] = {"hub": HubFile, "index": IndexParts}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogueShape:
-    """Facts from which the memory of a model is computed before it is here; ``layers`` have a KV cache."""
-
-    layers: Count
-    kv_heads: Count
-    head_dim: Count
-    vocabulary: Count
-    context: Context
-
-
 @dataclass(frozen=True, slots=True)
 class CatalogueAlignment:
     """A file of 'edgespec align' for a drafter, in the catalogue's folder."""
@@ -122,7 +114,7 @@ class CatalogueEntry:
     ``architecture`` is the GGUF name (``llama``, ``qwen2``, ``gemma3``). ``parameters`` counts tied
     weights once. ``sha256`` is in lower-case hex. ``drafter`` names the recommended drafter, an
     entry of the same catalogue. ``sources`` are in the order to try.
-    ``shape`` is None without that table. Entries that differ in ``alignment`` may share a file.
+    ``config`` is empty without that table. Entries that differ in ``alignment`` may share a file.
     """
 
     name: _Name
@@ -136,7 +128,7 @@ class CatalogueEntry:
     licence_url: Annotated[str, matching(r"https://\S+")] | None = None
     parameters: _Amount
     drafter: _Name | None = None
-    shape: CatalogueShape | None = None
+    config: Config = field(default_factory=dict)
     alignment: CatalogueAlignment | None = None
     sources: Annotated[tuple[Source, ...], length(1)]
 
@@ -161,9 +153,11 @@ class HubName:
     """A model of the hub with a name: it was not measured here, and the hub gives its digest.
 
     ``size_bytes`` is rounded. ``drafts``: whether it drafts for larger models of its architecture and
-    vocabulary.
+    vocabulary. ``mtp``: whether its file has an MTP layer. ``config`` is as in :class:`CatalogueEntry`, but
+    without ``vocab_size``.
     """
 
+    name: _Name
     title: _Title
     reference: Annotated[str, matching(rf"hf:{REPOSITORY}/{_FILE}\.gguf")]
     architecture: Annotated[str, matching(r"[a-z0-9_-]+")]
@@ -171,6 +165,8 @@ class HubName:
     size_bytes: _Amount
     licence: _Title
     drafts: bool = False
+    mtp: bool = False
+    config: Config = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,10 +229,11 @@ def hub_heads() -> Mapping[str, HubHead]:
     return _named(HubHead, _HEADS)
 
 
-def _named(cls: type[T], path: Path) -> dict[str, T]:
-    tables = _toml(path).items()
+def _named(cls: Any, path: Path) -> dict[str, Any]:
+    named = {"name"} & {own.name for own in fields(cls)}
     return {
-        name: read(cls, table, f"{path.name}: {name}", CatalogueError, _CORRECT) for name, table in tables
+        name: read(cls, table | dict.fromkeys(named, name), f"{path.name}: {name}", CatalogueError, _CORRECT)
+        for name, table in _toml(path).items()
     }
 
 

@@ -4,13 +4,15 @@ A file has a family's names, its keys with their defaults, its tensors' names, a
 them, in one :class:`~edgespec_models.families.family.Family` or a few. May import ``decoders`` and ``files``.
 """
 
+import re
+from collections.abc import Iterable
 from typing import Final
 
 from edgespec_models.decoders.transformer import Transformer
-from edgespec_models.families.dflash import DFLASH
+from edgespec_models.families.dflash import DFLASH, DFLASH2
 from edgespec_models.families.eagle3 import EAGLE3
-from edgespec_models.families.ernie45 import ERNIE45
-from edgespec_models.families.exaone4 import EXAONE4
+from edgespec_models.families.ernie45 import ERNIE45, ERNIE45_MOE
+from edgespec_models.families.exaone4 import EXAONE4, EXAONE_MOE
 from edgespec_models.families.family import Family
 from edgespec_models.families.gemma2 import GEMMA2
 from edgespec_models.families.gemma3 import GEMMA3
@@ -25,6 +27,7 @@ from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
 from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
+from edgespec_models.families.names import KEYS
 from edgespec_models.families.olmo2 import OLMO2, OLMO3
 from edgespec_models.families.phi3 import PHI3
 from edgespec_models.families.qwen2 import QWEN2
@@ -40,7 +43,7 @@ MODELS: Final = (
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
-    *(SEED_OSS, ERNIE45, GLM4),
+    *(SEED_OSS, ERNIE45, ERNIE45_MOE, GLM4, EXAONE_MOE),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
@@ -94,13 +97,20 @@ def read_config(facts: Facts) -> Transformer:
     return config_of(facts, family)
 
 
-def in_gguf(architecture: object, where: str) -> Family:
-    """The family of this name in GGUF files, also of a head; UnsupportedModelError for others."""
+def in_gguf(architecture: object, where: str, tensors: Iterable[str] = ()) -> Family:
+    """The family of this name in GGUF files, also of a head; UnsupportedModelError for others.
+
+    The error names those of the file's ``tensors`` that no family has.
+    """
     family = of_gguf(architecture)
     if family is not None:
         return family
     names = ", ".join(family.gguf for family in MODELS if family.gguf)
-    raise unknown(where, str(architecture), f"edgespec exports these architectures from GGUF: {names}.")
+    how = f"edgespec exports these architectures from GGUF: {names}."
+    tables = (table for family in MODELS for table in (family.outer, family.layer, family.mtp))
+    common = {name for table in tables for _, named in table.values() for name in named.split()}
+    new = {re.sub(r"^blk\.\d+\.", "", name) for name in tensors}.difference(common)
+    raise unknown(where, str(architecture), how, new=new)
 
 
 def of_gguf(architecture: object) -> Family | None:
@@ -115,7 +125,7 @@ def named(name: str) -> Family | None:
 
 def decoder_named(name: object) -> type[Transformer] | None:
     """The decoders that manifests call ``name``; None without such."""
-    families = (*MODELS, *HEADS, ASSISTANT, MTP_LAYER)
+    families = (*MODELS, *HEADS, DFLASH2, ASSISTANT, MTP_LAYER)
     return next((family.decoder for family in families if family.name == name), None)
 
 
@@ -127,5 +137,11 @@ def _of_type(facts: Facts) -> Family:
             f"edgespec exports these model types from Hugging Face checkpoints: {', '.join(known)}. Other "
             "decoders go through Optimum: edgespec export SOURCE -o OUT --via optimum."
         )
-        raise unknown(facts.where, model_type, how)
+        common = {*KEYS, *(key for family in MODELS for key in (*family.keys, *family.defaults))}
+        new = {key for key in facts.keys if facts.value(key) not in (None, False)}.difference(common)
+        activation = facts.value("hidden_act")
+        new |= (
+            {f"hidden_act {activation!r}"} if activation not in (None, "silu", "gelu_pytorch_tanh") else set()
+        )
+        raise unknown(facts.where, model_type, how, new=new, kind="keys")
     return known[model_type]

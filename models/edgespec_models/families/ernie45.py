@@ -1,14 +1,33 @@
-"""ERNIE 4.5, dense: neighbouring elements of a head are rotated, in directories too."""
+"""ERNIE 4.5, dense and with experts: neighbouring elements of a head are rotated, in directories too."""
 
 from edgespec_models.decoders.transformer import Transformer
+from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
+from edgespec_models.families.names import EXPERTS, LAYER
 from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.windows import layer_count
 from edgespec_models.files.facts import Facts
 
 
 def _read(facts: Facts, family: Family) -> Transformer:
     expect(facts, family, "use_bias", value=False)
+    for key in ("moe_layer_interval", "interleave_moe_layer_step"):
+        expect(facts, family, key, 1)
     return trunk(facts, family)
+
+
+def _usual(facts: Facts) -> Facts:
+    last = layer_count(facts) - 1
+    if facts.integer("moe_layer_end_index", -1) not in (-1, last):
+        raise UnsupportedModelError(
+            f"{facts.where}: moe_layer_end_index is {facts.value('moe_layer_end_index')}; allowed: {last}, "
+            "the last layer"
+        )
+    shared = facts.integer("moe_num_shared_experts", 2) * facts.integer("moe_intermediate_size", 1536)
+    names = {"num_experts": ("moe_num_experts", 64), "num_experts_per_tok": ("moe_k", 6)}
+    names["num_dense_layers"] = "moe_layer_start_index", 1
+    changed = {name: facts.integer(key, default) for name, (key, default) in names.items()}
+    return facts.changed({**changed, "shared_expert_intermediate_size": shared})
 
 
 ERNIE45 = Family(
@@ -25,4 +44,28 @@ ERNIE45 = Family(
         "tie_word_embeddings": True,
     },
     read=_read,
+)
+ERNIE45_MOE = ERNIE45._replace(
+    name="ernie4_5-moe",
+    hub=("ernie4_5_moe",),
+    gguf="ernie4_5-moe",
+    experts={"selection_bias": True, "shared_gate": False},
+    defaults={
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "moe_intermediate_size": 1536,
+    },
+    keys={"interleave_moe_layer_step": "interleave_moe_layer_step"},
+    layer={
+        **LAYER,
+        **EXPERTS,
+        "selection_bias": ("mlp.moe_statics.e_score_correction_bias", "exp_probs_b.bias"),
+        **{
+            f"shared_{part}": (f"mlp.shared_experts.{part}_proj.weight", f"ffn_{part}_shexp.weight")
+            for part in ("gate", "up", "down")
+        },
+    },
+    usual=_usual,
 )

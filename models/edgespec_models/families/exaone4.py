@@ -1,12 +1,22 @@
-"""EXAONE 4: norms behind sublayers alone; where some layers have a window, the others have no rotation."""
+"""EXAONE 4 and EXAONE's experts: where some layers have a window, the others have no rotation.
+
+EXAONE 4 has norms behind sublayers alone; models with experts have them before sublayers.
+"""
 
 from dataclasses import dataclass
 
 from edgespec_models.decoders.transformer import Transformer, with_post_norms_alone
+from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
-from edgespec_models.families.names import LAYER, POST_NORMS
+from edgespec_models.families.names import EXPERTS, LAYER, POST_NORMS
+from edgespec_models.families.qwen3 import Qwen3
 from edgespec_models.families.reading import trunk
-from edgespec_models.families.windows import every_nth_sees_all, layer_count, sliding_layers, window_of
+from edgespec_models.families.windows import (
+    every_nth_sees_all,
+    layer_count,
+    sliding_layers,
+    window_of,
+)
 from edgespec_models.files.facts import Facts
 
 
@@ -35,6 +45,19 @@ def _sliding_layers(facts: Facts, family: Family) -> list[bool]:
     return every_nth_sees_all(layers, facts.integer("sliding_window_pattern"))
 
 
+def _usual(facts: Facts) -> Facts:
+    dense, kinds = facts.integer("first_k_dense_replace", 1), facts.value("mlp_layer_types")
+    if isinstance(kinds, list):
+        dense = kinds.count("dense")
+        if kinds != ["dense"] * dense + ["sparse"] * (layer_count(facts) - dense):
+            raise UnsupportedModelError(
+                f"{facts.where}: mlp_layer_types is {kinds!r:.80}; allowed: 'dense' in the first layers, "
+                f"'sparse' in the others, {layer_count(facts)} in all"
+            )
+    shared = facts.integer("num_shared_experts", 1) * facts.integer("moe_intermediate_size", 1024)
+    return facts.changed({"num_dense_layers": dense, "shared_expert_intermediate_size": shared})
+
+
 EXAONE4 = Family(
     name="exaone4",
     hub=("exaone4",),
@@ -44,4 +67,32 @@ EXAONE4 = Family(
     defaults={"rms_norm_eps": 1e-5},
     layer={**LAYER, **POST_NORMS},
     read=_read,
+)
+EXAONE_MOE = EXAONE4._replace(
+    name="exaone-moe",
+    hub=("exaone_moe",),
+    gguf="exaone-moe",
+    decoder=Qwen3,
+    experts={"gating": "sigmoid", "shared_gate": False},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "routed_scaling_factor": 2.5,
+    },
+    layer={
+        **LAYER,
+        **EXPERTS,
+        "selection_bias": (
+            "mlp.gate.e_score_correction_bias mlp.e_score_correction_bias",
+            "exp_probs_b.bias",
+        ),
+        "shared_gate": ("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
+        "shared_up": ("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
+        "shared_down": ("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
+    },
+    usual=_usual,
 )

@@ -1,6 +1,7 @@
 """Families that edgespec lacks, and what to use instead."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from edgespec_models.errors import UnsupportedModelError
@@ -20,19 +21,41 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "Qwen3.6-35B-A3B or Qwen3.5 of its size": (_MAMBA, ("nemotron_h", "nemotron_h_moe")),
     "LFM2 of its size": ("RWKV layers", ("rwkv7",)),
     "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
-    "a dense EXAONE 4": (_EXPERTS, ("exaone-moe", "exaone_moe")),
     "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),
     "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi")),
+    "Qwen3 of its size": ("norms behind the rotation", ("hunyuan-dense", "hunyuan_v1_dense")),
+    "Ministral 3 of its size": ("the activation xIELU", ("apertus",)),
+    "Qwen3-30B-A3B or Qwen3.6-35B-A3B": ("softplus gates, and heads that differ by layer", ("laguna",)),
+    "SmolLM3-3B": ("layers that run twice", ("nanbeige",)),
+    "Qwen3.6-27B": ("normalized embeddings", ("muse-glimmer", "muse_glimmer", "muse_glimmer_text")),
     "a Llama of its size": ("parallel sublayers", ("command-r", "cohere", "cohere2", "falcon")),
 }
 """By a model that works: the lacking features of similar models, under their names in GGUF and on the hub."""
 
 
-def unknown(where: str, name: str, known: str) -> UnsupportedModelError:
-    """The error for an architecture outside the table; ``known`` says how it may be exported instead."""
+_USELESS: Final = re.compile(
+    r"^_|architectures|auto_map|bias|cache|dropout|dtype|hidden_act(ivation)?$|init|is_|label|^layer_types|"
+    r"model_type|name|output_|pretrain|problem|quantiz|return_|rope|tie_|_token|version|vocab_size"
+)
+"""Keys of a ``config.json`` that do not say what a decoder computes, or that families share."""
+
+
+def unknown(
+    where: str, name: str, known: str, *, new: Collection[str] = (), kind: str = "tensors"
+) -> UnsupportedModelError:
+    """The error for an architecture outside the table.
+
+    ``known`` says how it may be exported instead. No family has ``new``, which are some of its ``kind``
+    (tensors, keys).
+    """
     near = "; ".join(
         f"it needs {missing}, which edgespec lacks; use {model} instead"
         for model, (missing, names) in _LACKING.items()
         if name in names
     )
-    return UnsupportedModelError(f"{where} is of the architecture {name!r}{near and f': {near}'}. {known}")
+    few = [word for word in sorted(new) if not _USELESS.search(word)]
+    rest = f" and {len(few) - 5} more" if len(few) > 5 else ""
+    has = f". No known family has its {kind} {', '.join(few[:5])}{rest}" if few and not near else ""
+    return UnsupportedModelError(
+        f"{where} is of the architecture {name!r}{near and f': {near}'}{has}. {known}"
+    )

@@ -92,6 +92,7 @@ class _NativeDecoder(GraphDecoder):
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
         self.caches = dict[int, list[ir.Value]]()  # keys and values behind the pass, by layer
         self.index, self.rows_alone = 0, False
+        self.within: ir.Value | None = None  # as :meth:`rows_within` makes it, for convolutions over a block
 
     def build(self) -> ir.Model:
         self.ids = self.input("input_ids", INT64, [1, "n"])
@@ -461,7 +462,9 @@ class _NativeDecoder(GraphDecoder):
             format=spec.parts[0].format.tiles,
         )[0]
 
-    def chain(self, logits: ir.Value, x: ir.Value, rows: int, block: Block) -> Sequence[ir.Value]:
+    def chain(
+        self, logits: ir.Value, x: ir.Value, rows: int, block: Block, candidates: int = 0
+    ) -> Sequence[ir.Value]:
         """Where the token before is a mask, it is the token that the row before chose. So rows are chosen one
         by one. With confidences these stand for the probabilities.
         """
@@ -469,6 +472,7 @@ class _NativeDecoder(GraphDecoder):
         places = self.rows if block.anchored else self.op("Sub", self.rows, single)
         before = self.op("Gather", self.ids, places, axis=1)
         scores = self.scores(x) if block.confident else None
+        gates = self.multiplied(_Product(_Normed(x, "final_norm"), "chain_gate")) if candidates else None
         outer, self.graph = self.graph, ir.Graph([], [], nodes=[], name="chain")
         step = self.input("step", INT64, [])
         goes_on, last = self.input("goes_on", ir.DataType.BOOL, []), self.input("last", INT64, [1, 1])
@@ -478,8 +482,14 @@ class _NativeDecoder(GraphDecoder):
         (table,) = self.plan.linears["chain_in"].parts
         shape = rows, block.rank
         chained = self.rows_of("chain_in.parts.0.weight", table.format, shape, token, 1.0)
-        biased = self.value(_Product(chained, "chain_out"), self.op("Gather", logits, row, axis=1))
-        best, probability = self.node("Choose", biased, outputs=2)
+        row_logits = self.op("Gather", logits, row, axis=1)
+        if gates is None:
+            best, probability = self.node(
+                "Choose", self.value(_Product(chained, "chain_out"), row_logits), outputs=2
+            )
+        else:
+            gated = self.op("Mul", chained, self.op("Gather", gates, row, axis=1))
+            best, probability = self.chosen(row_logits, gated, candidates)
         if scores is not None:
             of_state, weights = self.op("Gather", scores, row, axis=1), self.confidence(end=True)
             probability = self.op("Sigmoid", self.op("Add", of_state, self.op("MatMul", chained, weights)))
@@ -494,6 +504,52 @@ class _NativeDecoder(GraphDecoder):
         count, first = self.op("Squeeze", self.op("Shape", self.rows)), self.constant([[block.mask]])
         _, *chosen = self.node("Loop", count, None, first, outputs=3, domain="", body=chain)
         return [self.op("Reshape", value, self.constant([1, -1])) for value in chosen]
+
+    def chosen(self, logits: ir.Value, chained: ir.Value, candidates: int) -> Sequence[ir.Value]:
+        """The best of a row's candidates, and how probable it is among these."""
+        columns = self.plan.linears["chain_out"].out_features
+        count, rank = min(candidates, columns), self.plan.linears["chain_out"].in_features
+        highest, ids = self.node("TopK", logits, self.constant([count]), outputs=2, domain="")
+        (table,) = self.plan.linears["chain_out"].parts
+        ids = self.op("Reshape", ids, self.constant([1, -1]))
+        rows = self.rows_of("chain_out.parts.0.weight", table.format, (columns, rank), ids, 1.0)
+        bias = self.op("MatMul", chained, self.op("Transpose", rows, perm=[0, 2, 1]))
+        best, probability = self.node("Choose", self.op("Add", highest, bias), outputs=2)
+        return self.op("GatherElements", ids, best, axis=1), probability
+
+    def block_taps(self, x: Any, name: str, taps: int, group: int) -> ir.Value:
+        """Float32 (1, n, 2 * taps, width)."""
+        width, self.taps = self.config.hidden_size, taps
+        apart = self.constant([0, -1, 2 * taps, width // group, 1])
+        own = self.op("Reshape", self.multiplied(_Product(x, self.name(name))), apart)
+        base = self.op(
+            "Reshape", self.stored(f"{name}_base"), self.constant([2 * taps, width // group, group])
+        )
+        return self.op("Reshape", self.op("Add", own, base), self.constant([0, 0, 2 * taps, width]))
+
+    def block_conv(self, y: Any, weights: ir.Value, side: int) -> ir.Value:
+        y, count = self.value(y), self.taps
+        parts = [
+            self.op("Gather", weights, self.constant([side * count + tap]), axis=2) for tap in range(count)
+        ]
+        first, *others = (self.op("Squeeze", part, self.constant([2])) for part in parts)
+        total, back = self.op("Mul", first, y), self.constant([0, 1, 0, 0, -1, 0])
+        self.within = self.within or self.rows_within()
+        for weight in others:
+            y = self.op("Mul", self.op("Pad", y, back), self.within)
+            total = self.op("Add", total, self.op("Mul", weight, y))
+        return total
+
+    def rows_within(self) -> ir.Value:
+        """0 for the first row of each block, 1 for the others: float32 (1, n, 1)."""
+        zero, one = (self.op("Squeeze", self.constant([value])) for value in (0, 1))
+        tokens = self.op("Sub", self.op("Gather", self.sequences, one, axis=1), self.counts)
+        starts = self.op("CumSum", tokens, zero, exclusive=1)
+        rows = self.op("Range", zero, self.op("Squeeze", self.op("Shape", self.ids, start=1)), one)
+        first = self.op("Equal", self.op("Unsqueeze", starts, self.constant([1])), rows)
+        others = self.op("Cast", self.op("Not", first), to=int(FLOAT))
+        others = self.op("ReduceMin", others, self.constant([0]), keepdims=0)
+        return self.op("Reshape", others, self.constant([1, -1, 1]))
 
     def scores(self, x: ir.Value) -> ir.Value:
         """The part of the confidences' scores that follows from the stream."""
