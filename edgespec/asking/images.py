@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, require
 from edgespec_models.schema import shown
 from edgespec_models.storage import read_bytes
@@ -29,7 +30,7 @@ MOST_BYTES: Final = 64 << 20
 """Bytes of a picture's file."""
 _MOST_SCANS = 200  # of a JPEG file: each costs as much time as a whole picture
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-_DETAILS: Final = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
+_DETAILS: Final = ("auto", "low", "high", "original")  # as in OpenAI's API
 _ADDRESS: Final = re.compile(r"(?a:[a-z][\w+.-]+:)", re.IGNORECASE)  # C: is a drive
 _INLINE: Final = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
@@ -69,6 +70,7 @@ def read_image(
     """
     require("a prompt with pictures", "images", "PIL.Image")
     from PIL import Image as Pillow
+    from PIL import UnidentifiedImageError
 
     picture: Any = source
     if isinstance(source, str) and _ADDRESS.match(source):
@@ -95,12 +97,12 @@ def read_image(
         pixels = np.ascontiguousarray(_opaque(picture))
     except RequestError:
         raise
-    except Pillow.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise RequestError("is no PNG, JPEG, WebP or GIF picture; convert it to one", field) from None
     except Exception as error:  # decoders raise all kinds of errors over damaged files
         raise RequestError(f"is no whole picture ({error}); save it anew, or leave it out", field) from error
     digest = sha256(f"{pixels.shape}".encode())
-    digest.update(pixels)
+    digest.update(pixels.data)
     return Image(pixels, digest.hexdigest(), detail, image_tokens)
 
 
@@ -124,7 +126,7 @@ def decoded(url: str, field: str) -> bytes:
 
 
 def with_images(
-    messages: Sequence[Mapping[str, Any]], name: str, *, sees: bool, image_tokens: int | None = None
+    messages: Sequence[Mapping[str, Any]], bundle: Bundle, image_tokens: int | None = None
 ) -> Sequence[Mapping[str, Any]]:
     """``messages`` in which every picture is a part ``{"type": "image", "image": Image}``.
 
@@ -132,42 +134,44 @@ def with_images(
     ``image_url``; both may have a ``detail``. ``where`` of a part is its place in the client's request.
 
     Raises:
-        RequestError: a picture cannot be read, there are too many, or the model ``name`` does not see.
+        RequestError: a picture cannot be read, there are too many, or the model reads no images.
     """
     images = list[Image]()
 
     def read(part: Any, place: str) -> Any:
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        kind: Any = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("image", "image_url"):
             return part
-        source, detail, field = part.get(kind), part.get("detail"), f"{place}.{kind}"
-        if kind == "image_url" and isinstance(source, Mapping):
-            source, detail, field = source.get("url"), source.get("detail"), f"{field}.url"
-        field = part.get("where", field)
-        if not sees:
+        inner = part.get(kind)
+        source, field, holder = inner, f"{place}.{kind}", part
+        if kind == "image_url" and isinstance(inner, Mapping):
+            source, field, holder = inner.get("url"), f"{field}.url", inner
+        field, detail = part.get("where", field), holder.get("detail") or "auto"
+        if not bundle.reads_images:
+            name = bundle.manifest.name
             raise RequestError(
                 f"is a picture, and {name} reads no images; use a model that does, or leave it out", field
             )
         if len(images) == MOST_IMAGES:
             raise RequestError(f"is one picture too many; allowed: {MOST_IMAGES} in a request", field)
+        if detail not in _DETAILS:
+            raise RequestError(f"has the detail {shown(detail)}; allowed: {', '.join(_DETAILS)}", field)
         if kind == "image_url":
             if not isinstance(source, str):
                 raise RequestError(f"is {shown(source)}; allowed: data:image/png;base64,BASE64", field)
             source = decoded(source, field)
-        if (known := _DETAILS.get(detail or "auto")) is None:
-            raise RequestError(f"has the detail {shown(detail)}; allowed: {', '.join(_DETAILS)}", field)
         left = MOST_PIXELS - sum(image.pixels.size // 3 for image in images)
-        image = read_image(source, field, detail=known, image_tokens=image_tokens, most_pixels=left)
-        images.append(image)
-        return {"type": "image", "image": image}
+        detail = "high" if detail == "original" else detail
+        images.append(read_image(source, field, detail=detail, image_tokens=image_tokens, most_pixels=left))
+        return {"type": "image", "image": images[-1]}
 
-    result = list[Mapping[str, Any]]()
-    for at, message in enumerate(messages):
+    def seen(message: Any, place: str) -> Any:
         content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list | tuple):
-            parts = [read(part, f"messages[{at}].content[{n}]") for n, part in enumerate(content)]
-            message = {**message, "content": parts}
-        result.append(message)
+        if not isinstance(content, list | tuple):
+            return message
+        return {**message, "content": [read(part, f"{place}[{n}]") for n, part in enumerate(content)]}
+
+    result = [seen(message, f"messages[{at}].content") for at, message in enumerate(messages)]
     return result if images else messages
 
 

@@ -10,6 +10,9 @@ from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.schema import Checked, matching, one_of, within
 from edgespec_runtimes.cpu import CpuOptions, Instructions, Threads
 
+ImageTokens = Annotated[int, within(1, 16384)]
+"""Tokens of a prompt that a picture may take."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions(Checked):
@@ -44,6 +47,8 @@ class LoadOptions(Checked):
         chat_template: A file with a Jinja chat template for the target, in place of the model's own.
         adapters: LoRA adapters that the target's export merges into its weights, each ``PATH`` or
             ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
+        image_tokens: The tokens that each picture may take in a prompt, if the request does not say so. None
+            leaves them to the model and to the picture's ``detail``.
     """
 
     threads: Threads = 0
@@ -62,6 +67,7 @@ class LoadOptions(Checked):
     prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
     chat_template: Path | None = None
     adapters: tuple[str, ...] = ()
+    image_tokens: ImageTokens | None = None
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:
         """The options of a session on the CPU."""
