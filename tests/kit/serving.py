@@ -21,7 +21,7 @@ from edgespec.answering.results import (
     TokenRecord,
     ToolCall,
 )
-from edgespec.asking.request import Hole, PromptInput, Request, RequestOptions
+from edgespec.asking.request import Hole, PromptInput, Request, RequestOptions, seen
 from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.models import Models
@@ -30,6 +30,7 @@ from edgespec.serve import replies
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -65,10 +66,13 @@ class ServedModel:
     name: str = "served"
     drafter_name: str | None = "small"
     thinks: bool = True
+    reads_images: bool = False
 
     def __post_init__(self) -> None:
-        config = SimpleNamespace(context_length=640)
-        self.target = SimpleNamespace(tokenizer=tokenizer(), config=config, chat_template="template")
+        manifest, config = SimpleNamespace(name=self.name), SimpleNamespace(context_length=640)
+        bundle = SimpleNamespace(manifest=manifest, config=config, reads_images=self.reads_images)
+        vars(bundle).update(tokenizer=tokenizer(), chat_template="template")
+        self.target = cast(Bundle, bundle)
         self.cost_curve = CostCurve({1: 0.05})
         self.turn = asyncio.Lock()
 
@@ -78,7 +82,9 @@ class ServedModel:
     def answers(self, prompts: Sequence[PromptInput | Hole], options: Mapping[str, Any]) -> Answers:
         if self.refusal is not None:
             raise self.refusal
-        choices, single = Request.of(cast(RequestOptions, options)).choices, {**options}
+        request = Request.of(cast(RequestOptions, options))
+        prompts = [seen(self.target, prompt, request) for prompt in prompts]
+        choices, single = request.choices, {**options}
         single.pop("n", None)
         seeded = [{**single, "seed": choice.sampler.seed} for choice in choices]
         rows = [
@@ -99,6 +105,7 @@ class ServedModel:
         return ServedStream(self, text, asked, options)
 
     def count_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> int:
+        messages = seen(self.target, messages, Request())
         self.calls.append((messages, options))
         return sum(len(str(message["content"])) for message in messages)
 
