@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, require
 from edgespec_models.schema import shown
-from edgespec_models.storage import read_bytes
+from edgespec_models.storage import expanded, read_bytes
 
 MOST_IMAGES: Final = 64
 """Pictures of a request."""
@@ -73,10 +73,11 @@ def read_image(
     from PIL import UnidentifiedImageError
 
     picture: Any = source
+    what = "is"
     if isinstance(source, str) and _ADDRESS.match(source):
         source = decoded(source, field)
     elif isinstance(source, str | PathLike):
-        source = _file(Path(source), field)
+        what, source = f"is {shown(str(source))},", _file(expanded(Path(source)), field)
     if not isinstance(source, bytes | bytearray | memoryview | Pillow.Image):
         raise RequestError(
             f"is {shown(source)}; allowed: a path, the bytes of a file, or an image of Pillow", field
@@ -85,12 +86,12 @@ def read_image(
         if not isinstance(source, Pillow.Image):
             data = bytes(source)
             if data.count(b"\xff\xda") > _MOST_SCANS and data.startswith(b"\xff\xd8"):
-                raise RequestError(f"is a JPEG file of more than {_MOST_SCANS} scans; save it anew", field)
+                raise RequestError(f"{what} a JPEG file of over {_MOST_SCANS} scans; save it anew", field)
             picture = Pillow.open(BytesIO(data), formats=_FORMATS)
         if picture.width * picture.height > most_pixels:
             raise RequestError(
-                f"has {picture.width} x {picture.height} pixels; allowed: {MOST_PIXELS:,} in all pictures of "
-                "a request together; make it smaller",
+                f"{what} {picture.width} x {picture.height} pixels large; allowed: {MOST_PIXELS:,} in all "
+                "pictures of a request together; make it smaller",
                 field,
             )
         picture.load()
@@ -98,9 +99,10 @@ def read_image(
     except RequestError:
         raise
     except UnidentifiedImageError:
-        raise RequestError("is no PNG, JPEG, WebP or GIF picture; convert it to one", field) from None
+        raise RequestError(f"{what} no PNG, JPEG, WebP or GIF picture; convert it to one", field) from None
     except Exception as error:  # decoders raise all kinds of errors over damaged files
-        raise RequestError(f"is no whole picture ({error}); save it anew, or leave it out", field) from error
+        problem = f"{what} no whole picture ({error}); save it anew, or leave it out"
+        raise RequestError(problem, field) from error
     digest = sha256(f"{pixels.shape}".encode())
     digest.update(pixels.data)
     return Image(pixels, digest.hexdigest(), detail, image_tokens)

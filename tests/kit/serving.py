@@ -70,9 +70,8 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         manifest, config = SimpleNamespace(name=self.name), SimpleNamespace(context_length=640)
-        bundle = SimpleNamespace(manifest=manifest, config=config, reads_images=self.reads_images)
-        vars(bundle).update(tokenizer=tokenizer(), chat_template="template")
-        self.target = cast(Bundle, bundle)
+        facts = {"tokenizer": tokenizer(), "chat_template": "template", "reads_images": self.reads_images}
+        self.target = SimpleNamespace(manifest=manifest, config=config, **facts)
         self.cost_curve = CostCurve({1: 0.05})
         self.turn = asyncio.Lock()
 
@@ -83,7 +82,7 @@ class ServedModel:
         if self.refusal is not None:
             raise self.refusal
         request = Request.of(cast(RequestOptions, options))
-        prompts = [seen(self.target, prompt, request) for prompt in prompts]
+        prompts = [seen(cast(Bundle, self.target), prompt, request) for prompt in prompts]
         choices, single = request.choices, {**options}
         single.pop("n", None)
         seeded = [{**single, "seed": choice.sampler.seed} for choice in choices]
@@ -105,7 +104,7 @@ class ServedModel:
         return ServedStream(self, text, asked, options)
 
     def count_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> int:
-        messages = seen(self.target, messages, Request())
+        messages = seen(cast(Bundle, self.target), messages, Request())
         self.calls.append((messages, options))
         return sum(len(str(message["content"])) for message in messages)
 
