@@ -30,7 +30,7 @@ MOST_PIXELS: Final = 1 << 26
 MOST_BYTES: Final = 64 << 20
 """Bytes of a picture's file."""
 _MOST_SCANNED: Final = 16 * MOST_PIXELS  # of a JPEG file, whose scans each go over all pixels
-_DECODING: Final = Lock()  # a decoder takes up to ten bytes a pixel, so there is one at a time
+_DECODING: Final = Lock()  # a decoder takes several bytes a pixel, so there is one at a time
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 _DETAILS: Final = ("auto", "low", "high", "original")  # as in OpenAI's API
 _ADDRESS: Final = re.compile(r"(?a:[a-z][\w+.-]+:)", re.IGNORECASE)  # C: is a drive
@@ -79,7 +79,7 @@ def read_image(
     if isinstance(source, str) and _ADDRESS.match(source):
         source = decoded(source, field)
     elif isinstance(source, str | PathLike):
-        what, source = f"is {shown(str(source))},", _file(expanded(Path(source)), field)
+        what, source = f"is {shown(str(source))},", _file(Path(source), field)
     if not isinstance(source, bytes | bytearray | memoryview | Pillow.Image):
         raise RequestError(
             f"is {shown(source)}; allowed: a path, the bytes of a file, or an image of Pillow", field
@@ -183,7 +183,7 @@ def with_images(
 
 def _file(path: Path, field: str) -> bytes:
     try:
-        return read_bytes(path, MOST_BYTES)
+        return read_bytes(expanded(path), MOST_BYTES)
     except (OSError, ValueError) as error:
         raise RequestError(f"cannot be read: {error}", field) from error
 

@@ -131,6 +131,7 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
     _fails(tmp_path / "none.png", "cannot be read: ")
     _fails(tmp_path, "cannot be read: ")
     _fails("\0", "cannot be read: ")
+    _fails("~no-such-user/a.png", "cannot be read: ")
     _fails(b"", "is no PNG")
     _fails(encoded(RGB, "BMP"), "is no PNG")
     _fails(encoded(RGB, "TIFF"), "is no PNG")
