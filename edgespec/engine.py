@@ -20,6 +20,7 @@ from edgespec.asking.request import (
     ids_of,
     no_template,
     prompt_tokens,
+    seen,
     text_prompt,
     thoughts_tags,
     with_options,
@@ -337,6 +338,11 @@ class Model(InProcess, AbstractContextManager["Model"]):
         return thoughts_tags(self.target) is not None
 
     @property
+    def reads_images(self) -> bool:
+        """Whether messages may have pictures."""
+        return self.target.reads_images
+
+    @property
     def row_exact(self) -> bool:
         """Whether the target's rows have the same bits in any pass, so that greedy output is exact."""
         return self._runner.session.model.row_exact
@@ -465,7 +471,9 @@ class Model(InProcess, AbstractContextManager["Model"]):
     @with_options
     def count_tokens(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> int:
         """The number of tokens that the model reads for a prompt or a conversation."""
-        return len(prompt_tokens(self.target, prompt, Request.of(options, self._advice)))
+        request = Request.of(options, self._advice)
+        prompt = seen(self.target, prompt, request, self.options.image_tokens)
+        return len(prompt_tokens(self.target, prompt, request))
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """The token ids of ``text``, without a BOS token. Only with ``special`` are control tokens read.

@@ -6,9 +6,11 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
 
+from edgespec.asking.images import with_images
 from edgespec.decoding.draft import Drafter, Progress
 from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.loading.options import ImageTokens
 from edgespec_models.bundles.bundle import Bundle, Sampling
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import (
@@ -31,7 +33,9 @@ if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Ji
 
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``."""
+"""A conversation: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``, a text
+or parts: ``{"type": "text", "text": TEXT}``, and ``{"type": "image", "image": PICTURE}`` with a path, bytes
+or an image of Pillow."""
 
 PromptInput = str | Sequence[int] | Messages
 """A prompt: a text or token ids to continue, or a conversation to answer."""
@@ -83,6 +87,7 @@ class RequestOptions(TypedDict, total=False):
     template_args: Mapping[str, Any]
     thinking: bool | int | Effort | None
     response_format: ResponseFormat | None
+    image_tokens: int | None
 
 
 _Text = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
@@ -131,6 +136,7 @@ class Request:
             leaves it to the chat template.
         response_format: The form of the answer, such as :class:`edgespec.JsonSchema`. Thoughts and calls of
             tools stand outside of it. An answer that another option ends early is a beginning of that form.
+        image_tokens: Tokens of each picture in the prompt. None is ``LoadOptions.image_tokens``.
         sampling: ``"recommended"`` samples as the makers of the model advise in its files
             (``model.target.manifest.sampling``), where other options say nothing. None is greedy without
             ``temperature``.
@@ -162,6 +168,7 @@ class Request:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | Effort | Annotated[int, within(0)] | None = None
     response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
+    image_tokens: ImageTokens | None = None
     sampling: Literal["recommended"] | None = None
     sampler: SamplingParams = field(default_factory=SamplingParams)
 
@@ -339,9 +346,19 @@ def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list
     return ids
 
 
+def seen(bundle: Bundle, prompt: T, request: Request, image_tokens: int | None = None) -> T:
+    """``prompt``, with all pictures of a conversation read; see :func:`with_images`.
+
+    ``image_tokens`` apply where the request has none.
+    """
+    if isinstance(prompt, str | Hole) or ids_of(prompt) is not None or not isinstance(prompt, Sequence):
+        return prompt
+    return cast(T, with_images(cast(Messages, prompt), bundle, request.image_tokens or image_tokens))
+
+
 def check_for_text(request: Request) -> None:
     """Raise RequestError for an option that only conversations have."""
-    for name in ("tools", "template_args", "thinking"):
+    for name in ("tools", "template_args", "thinking", "image_tokens"):
         if getattr(request, name) not in ((), {}, None):
             raise RequestError(
                 "is for conversations, and the prompt is a text; use chat, or leave it out", name

@@ -11,7 +11,8 @@ from edgespec.cli.console import errors, output, progress_bars
 from edgespec_models.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from rich.console import Console
     from rich.text import Text
@@ -30,6 +31,12 @@ _MARKS: Final = {
 }
 """The style of each source's text, visible also without colours; the target's own text is plain."""
 _PATIENCE_S: Final = 0.5
+
+
+def content_of(text: str, images: "Sequence[Path]") -> "str | list[dict[str, object]]":
+    """The content of a question about ``images``."""
+    parts: list[dict[str, object]] = [{"type": "image", "image": image} for image in images]
+    return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def stream_to_terminal(stream: "Stream", marked: "Tokenizer | None" = None) -> "Generation":

@@ -1,13 +1,14 @@
 """``edgespec chat``: a conversation on the terminal, or line by line for programs."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.answers import answer_json, sources_line, stats_line, stream_to_terminal
+from edgespec.cli.answers import answer_json, content_of, sources_line, stats_line, stream_to_terminal
 from edgespec.cli.console import errors, json_text, note, print_json, progress_bars
 from edgespec_models.errors import RequestError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HELP = """/help     show this list
 /clear    forget the conversation
 /stats    show all statistics of the last answer
+/image FILE   show a picture with the next question
 /sources on   mark drafted tokens, by source (off: do not)
 /quit     leave (also Ctrl-D)
 Ctrl-C    stop the answer"""
@@ -31,6 +33,7 @@ def chat(
     context: typer.Context,
     target: options.Target,
     system: Annotated[str | None, typer.Option(help="The system message, which comes first.")] = None,
+    image: options.Images = None,
     max_new_tokens: options.MaxNewTokens = 1024,
     as_json: Annotated[
         bool,
@@ -63,19 +66,24 @@ def chat(
             return model.conversation(system or None, **request)
 
         if as_json:
-            _answer_lines(begin())
+            _answer_lines(begin(), image or [])
         else:
             note(f"{model.name} with {model.drafter_name or 'no drafter'}. /help lists the commands.")
-            _talk(_Chat(begin, model.target.tokenizer), _read_line)
+            _talk(_Chat(begin, model.target.tokenizer, image or []), _read_line)
 
 
 class _Chat:
-    """A conversation that can begin anew, its last answer, and the way that answers are shown."""
+    """A conversation that can begin anew, its last answer, and the way that answers are shown.
 
-    def __init__(self, begin: "Callable[[], Conversation]", tokenizer: "Tokenizer") -> None:
+    ``images`` go with the next question.
+    """
+
+    def __init__(
+        self, begin: "Callable[[], Conversation]", tokenizer: "Tokenizer", images: Sequence[Path] = ()
+    ) -> None:
         self.begin, self.tokenizer, self.conversation = begin, tokenizer, begin()
         self.last: Generation | None = None
-        self.sources = False
+        self.sources, self.images = False, [*images]
 
 
 def _talk(talk: _Chat, read_line: Callable[[], str | None]) -> None:
@@ -92,7 +100,8 @@ def _talk(talk: _Chat, read_line: Callable[[], str | None]) -> None:
 
 def _show_answer(talk: _Chat, text: str) -> None:
     try:
-        stream = talk.conversation.stream(text)
+        images, talk.images = talk.images, []
+        stream = talk.conversation.stream(content_of(text, images))
         try:
             answer = stream_to_terminal(stream, talk.tokenizer if talk.sources else None)
         except KeyboardInterrupt:
@@ -122,14 +131,18 @@ def _command(text: str, talk: _Chat) -> None:
     elif text in ("/sources on", "/sources off"):
         talk.sources = text.endswith("on")
         note("Drafted tokens are marked." if talk.sources else "Tokens are not marked.")
+    elif text.startswith("/image "):
+        talk.images.append(Path(text.removeprefix("/image ").strip()))
+        note(f"Pictures that go with the next question: {len(talk.images)}.")
     else:
         note(f"{text} is unknown; /help lists the commands.")
 
 
-def _answer_lines(conversation: "Conversation") -> None:
+def _answer_lines(conversation: "Conversation", images: Sequence[Path]) -> None:
     for line in typer.get_text_stream("stdin", encoding="utf-8-sig"):
         if line.strip():
-            answer = conversation.ask(line.strip())
+            answer = conversation.ask(content_of(line.strip(), images))
+            images = ()
             typer.echo(json_text(answer_json(answer)))
 
 

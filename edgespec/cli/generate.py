@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.answers import answer_json, stats_line, stream_to_terminal
+from edgespec.cli.answers import answer_json, content_of, stats_line, stream_to_terminal
 from edgespec.cli.console import note, print_json, progress_bars
 
 
@@ -22,6 +22,7 @@ def generate(
     special: Annotated[
         bool, typer.Option("--special", help="The same, and read the control tokens that it spells.")
     ] = False,
+    image: options.Images = None,
     max_new_tokens: options.MaxNewTokens = 256,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -41,9 +42,13 @@ def generate(
     with model:
         request = options.request_options(context)
         if raw or special or model.target.chat_template is None:
+            if image:
+                raise typer.BadParameter("only the chat template shows pictures", param_hint="--image")
             stream = model.stream(text, **request | {"special": special})
         else:
-            stream = model.stream_chat([{"role": "user", "content": text}], **request)
+            stream = model.stream_chat(
+                [{"role": "user", "content": content_of(text, image or ())}], **request
+            )
         if as_json:
             print_json(answer_json(stream.run()))
             return

@@ -41,6 +41,14 @@ Drafter = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="A picture that the question is about: PNG, JPEG, WebP or GIF. May be repeated.",
+    ),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 PromptCache = Annotated[
     bool,
@@ -145,7 +153,10 @@ def prompts() -> Group:
     """Options of commands that answer a user."""
     from edgespec.loading.options import LoadOptions
 
-    return {"prompt_cache": (PromptCache, True), **of(LoadOptions, "chat_template", "keep_prompts")}
+    return {
+        "prompt_cache": (PromptCache, True),
+        **of(LoadOptions, "chat_template", "keep_prompts", "image_tokens"),
+    }
 
 
 def sampling() -> Group:

@@ -10,6 +10,9 @@ from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.schema import Checked, matching, one_of, within
 from edgespec_runtimes.cpu import CpuOptions, Instructions, Threads
 
+ImageTokens = Annotated[int, within(1, 16384)]
+"""Tokens of a prompt that a picture may take."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions(Checked):
@@ -46,6 +49,7 @@ class LoadOptions(Checked):
         chat_template: A file with a Jinja chat template for the target, in place of the model's own.
         adapters: LoRA adapters that the target's export merges into its weights, each ``PATH`` or
             ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
+        image_tokens: Tokens of each picture in a prompt. None leaves them to the model and the ``detail``.
     """
 
     threads: Threads = 0
@@ -65,6 +69,7 @@ class LoadOptions(Checked):
     prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
     chat_template: Path | None = None
     adapters: tuple[str, ...] = ()
+    image_tokens: ImageTokens | None = None
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:
         """The options of a session on the CPU."""

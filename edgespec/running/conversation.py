@@ -1,6 +1,6 @@
 """A conversation, which keeps its history."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Unpack
 
 from edgespec.answering.results import Generation
@@ -8,6 +8,9 @@ from edgespec.asking.request import RequestOptions
 from edgespec.running.stream import Stream
 from edgespec.running.ticket import InProcess
 from edgespec_models.schema import checked, length
+
+Parts = Sequence[Mapping[str, Any]]
+"""A content with pictures, see :data:`edgespec.asking.request.Messages`."""
 
 
 class Conversation(InProcess):
@@ -36,8 +39,8 @@ class Conversation(InProcess):
         )
         self._start, self._defaults = start, defaults
 
-    def ask(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
-        """Ask ``text`` and return the answer. ``options`` override the conversation's options.
+    def ask(self, text: str | Parts, **options: Unpack[RequestOptions]) -> Generation:
+        """Ask ``text`` or parts, and return the answer. ``options`` override the conversation's options.
 
         Raises:
             RequestError: an option is out of range, or the messages do not fit the context any more
@@ -45,12 +48,12 @@ class Conversation(InProcess):
         """
         return self.stream(text, **options).run()
 
-    async def ask_async(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
+    async def ask_async(self, text: str | Parts, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`ask`, in an event loop; cancelling the task ends the answer within a pass."""
         return await self.stream(text, **options).run_async()
 
     @checked
-    def stream(self, text: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> Stream:
+    def stream(self, text: Annotated[str | Parts, length(1)], **options: Unpack[RequestOptions]) -> Stream:
         """Like :meth:`ask`, piece by piece."""
         question = {"role": "user", "content": text}
 

@@ -21,6 +21,7 @@ from edgespec.asking.request import (
     ids_of,
     message_starts,
     prompt_tokens,
+    seen,
 )
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Load, Remarks
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
@@ -106,6 +107,7 @@ class Runner:
     def prompt(self, prompt: PromptInput | Hole, request: Request) -> Prompt:
         """Read a prompt."""
         hole, record = None, None
+        prompt = seen(self.target, prompt, request, self.options.image_tokens)
         source = None if isinstance(prompt, Hole) or request.special else prompt
         if isinstance(prompt, Hole):
             from edgespec.asking.fill import fill_tokens

@@ -136,6 +136,7 @@ class App:
                 "drafter": model.drafter_name,
                 "context_length": model.target.config.context_length,
                 "chat": model.target.chat_template is not None,
+                "images": model.reads_images,
                 "plain_tokens_per_second": plain_speed(model),
             }
         more = {

@@ -4,9 +4,10 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from edgespec.answering.results import Generation, Record, ToolCall
+from edgespec.asking.call_values import table
 from edgespec.serve.bodies import response_format, without_foreign
 from edgespec.serve.replies import Json, Reply
 from edgespec_models.errors import RequestError
@@ -97,25 +98,64 @@ def text_of(content: Any, where: str, kinds: Sequence[str] | None) -> str:
 
     If the kinds are None, anything else is JSON.
     """
+    return cast(str, content_of(content, where, kinds))
+
+
+def content_of(content: Any, where: str, kinds: Sequence[str] | None) -> str | list[Json]:
+    """Like :func:`text_of`. The kinds may include pictures; with these it is a list of a chat's parts."""
     if isinstance(content, str):
         return content
     if kinds is None:
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list | tuple):
         raise RequestError(f"is {shown(content)}; allowed: a text, or a list of parts with texts", where)
+    parts = list[Json]()
     for at, part in enumerate(content):
-        field_of(part, "type", f"{where}[{at}]", kinds)
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"is {shown(part.get('text'))}; allowed: a text", f"{where}[{at}].text")
-    return "\n".join(part["text"] for part in content)
+        place = f"{where}[{at}]"
+        if field_of(part, "type", place, kinds) in ("image", "input_image"):
+            parts.append(image_of(part, place))
+        elif isinstance(text := part.get("text"), str):
+            _append_text(parts, text)
+        else:
+            raise RequestError(f"is {shown(text)}; allowed: a text", f"{place}.text")
+    has_images = any(part["type"] != "text" for part in parts)
+    return parts if has_images else "".join(part["text"] for part in parts)
 
 
-def add(messages: list[Json], role: str, text: str, name: str = "content") -> Json:
-    """Append a text to ``messages``. Templates want one message for texts of one role in a row."""
+def _append_text(parts: list[Json], text: str) -> None:
+    """Append a text, which begins a line behind another one."""
+    begin = "\n" if parts and parts[-1]["type"] == "text" else ""
+    parts.append({"type": "text", "text": begin + text})
+
+
+def image_of(part: Mapping[str, Any], where: str) -> Json:
+    """A picture of Responses or Messages as a chat's part."""
+    if part["type"] == "input_image":
+        return image_part(part.get("image_url"), f"{where}.image_url", part.get("detail"))
+    source, where = part.get("source"), f"{where}.source"
+    name = {"base64": "data", "url": "url"}[field_of(source, "type", where, ("base64", "url"))]
+    return image_part(table(source).get(name), f"{where}.{name}")
+
+
+def image_part(url: object, where: str, detail: object = None) -> Json:
+    """A chat's part for a picture that the client's request has at ``where``."""
+    return {"type": "image_url", "image_url": {"url": url, "detail": detail}, "where": where}
+
+
+def add(messages: list[Json], role: str, more: str | list[Json], name: str = "content") -> Json:
+    """Append a text or parts to ``messages``. Templates want one message for texts of one role in a row."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
     content = messages[-1].pop(name, None) or ""  # there is no other reference, so that it grows in place
-    content += f"\n{text}" if content and text else text
+    if isinstance(content, str) and isinstance(more, str):
+        content += f"\n{more}" if content and more else more
+    else:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) and content else content or []
+        if isinstance(more, list):
+            parts += more
+        elif more:
+            _append_text(parts, more)
+        content = parts
     messages[-1][name] = content
     return messages[-1]
 

@@ -103,6 +103,7 @@ class Sampling:
     # edgespec's own
     speculate: bool | None = None
     prompt_cache: bool | None = None
+    image_tokens: int | None = None
 
     def of(self, kind: Any) -> dict[str, Any]:
         """The fields of ``kind``, a base class of this body, for a body of another kind."""
@@ -229,6 +230,11 @@ class ChatBody(_Common):
         messages, id_ = list[dict[str, Any]](), ""
         for at, original in enumerate(self.messages):
             message = {key: value for key, value in original.items() if value is not None}
+            for n, part in enumerate(listed(message.get("content"))):
+                if table(part).get("type") == "image":  # in an app it may have the path of a file
+                    raise RequestError(
+                        "is 'image'; allowed: 'text', 'image_url'", f"messages[{at}].content[{n}].type"
+                    )
             if isinstance(role := message.get("role"), str):  # some clients capitalize it
                 role = message["role"] = role.lower()
             if isinstance(call := message.pop("function_call", None), Mapping):

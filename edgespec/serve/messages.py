@@ -11,7 +11,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgespec.answering.results import Generation
-from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
+from edgespec.serve.blocks import (
+    Block,
+    BlockReply,
+    Output,
+    add,
+    add_call,
+    content_of,
+    field_of,
+    functions_of,
+    image_of,
+    text_of,
+)
 from edgespec.serve.bodies import Body, ChatBody, Effort
 from edgespec.serve.completions import Completions, Job
 from edgespec.serve.problems import Problem
@@ -20,7 +31,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, within
 
 _BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
@@ -164,9 +175,11 @@ def _add_message(messages: list[Json], message: Mapping[str, Any], where: str) -
         if kind == "redacted_thinking":
             continue
         if kind.endswith("tool_result"):
-            kinds = ("text",) if kind == "tool_result" else None
-            text = text_of(block.get("content") or "", f"{place}.content", kinds)
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            kinds = ("text", "image") if kind == "tool_result" else None
+            result = content_of(block.get("content") or "", f"{place}.content", kinds)
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+        elif kind == "image":
+            add(messages, role, [image_of(block, place)])
         elif kind.endswith("tool_use"):
             add_call(messages, block.get("id"), block.get("name"), block.get("input"))
         else:

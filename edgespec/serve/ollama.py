@@ -23,7 +23,7 @@ from edgespec.decoding.schemas import rewritten
 from edgespec.engine import Model
 from edgespec.loading.first_use import Found
 from edgespec.models import Models
-from edgespec.serve.blocks import add_call, field_of, text_of
+from edgespec.serve.blocks import add_call, field_of, image_part, text_of
 from edgespec.serve.bodies import ChatBody, EmbeddingBody, Sampling, parse
 from edgespec.serve.completions import Completions, Job
 from edgespec.serve.problems import Problem
@@ -136,16 +136,19 @@ class GenerateBody(_Body):
     # nothing else: it would change the answer
     template: Annotated[str, _empty("the model's own template is used; for none set raw")] = ""
     context: Annotated[Sequence[int], _empty("/api/chat takes a conversation")] = ()
-    images: Annotated[Sequence[Any], _empty("models here read no images")] = ()
+    images: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.raw, self.suffix, self.system))) > 1:
             raise RequestError("raw, suffix and system exclude each other; leave out all but one")
+        if self.images and (self.raw or self.suffix):
+            raise RequestError("are for questions; leave them out, or raw and suffix", "images")
 
     def chat(self) -> ChatBody:
         """The same request as a chat. Raw prompts and fills use its options only."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        chat = self.about([*system, {"role": "user", "content": self.prompt}])
+        content = _with_images(self.prompt, self.images, "images")
+        chat = self.about([*system, {"role": "user", "content": content}])
         return chat if not (self.raw or self.suffix) or self.think else replace(chat, reasoning_effort=None)
 
     def job(self, reply: Reply) -> Job:
@@ -201,10 +204,10 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
     for at, message in enumerate(conversation):
         where = f"messages[{at}]"
         role = field_of(message, "role", where, _ROLES)
-        if message.get("images"):
-            raise RequestError("is not empty; models here read no images", f"{where}.images")
         text = text_of(message.get("content") or "", f"{where}.content", ("text",))
-        messages.append({"role": role, "content": text, "reasoning_content": message.get("thinking") or None})
+        content = _with_images(text, message.get("images") or (), f"{where}.images")
+        thoughts = message.get("thinking") or None
+        messages.append({"role": role, "content": content, "reasoning_content": thoughts})
         if role == "tool":
             id_ = message.get("tool_call_id") or next(calls, {}).get("id")
             messages[-1] |= {"tool_call_id": id_, "name": message.get("tool_name")}
@@ -221,6 +224,14 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
             add_call(messages, id_, function.get("name"), function.get("arguments"))
             calls = iter(messages[-1]["tool_calls"])
     return messages
+
+
+def _with_images(text: str, images: Any, where: str) -> str | list[Json]:
+    """The content of a message: its pictures stand before its text."""
+    if not isinstance(images, list | tuple):
+        raise RequestError(f"is {shown(images)}; allowed: a list of pictures in base64", where)
+    parts = [image_part(image, f"{where}[{n}]") for n, image in enumerate(images)]
+    return [*parts, *([{"type": "text", "text": text}] if text else [])] if parts else text
 
 
 @dataclass(slots=True)
@@ -337,7 +348,7 @@ class Ollama:
         began = monotonic()
         body = await self._completions.read(GenerateBody, request)
         reply = OllamaReply(body.model, began, is_text=True, logprobs=body.logprobs)
-        if not body.prompt and not body.suffix:
+        if not (body.prompt or body.suffix or body.images):
             return await self._nothing(request, body, reply)
         return await self._completions.respond(request, body.job(reply))
 
@@ -435,6 +446,7 @@ def _info(name: str, bundle: Found | None) -> Json:
     weights, formats = manifest.parameters_per_pass, Counter(manifest.formats)
     thinks = thoughts_tags(bundle) is not None
     skills = {"tools": calls_tools(bundle), "thinking": thinks, "insert": fills(bundle)}
+    skills["vision"] = bundle.reads_images
     answers = ["completion", *(skill for skill, is_known in skills.items() if is_known)]
     family, template = config.architecture, bundle.chat_template.source if bundle.chat_template else ""
     return {

@@ -52,7 +52,7 @@ class ServeOptions:
     api_key: _Key | None = field(default=None, repr=False)
     allow_hosts: tuple[_HostName, ...] = ()
     allow_origins: tuple[_Origin, ...] = ()
-    max_request_bytes: Annotated[int, within(1024, 2**30)] = 4 * 2**20
+    max_request_bytes: Annotated[int, within(1024, 2**30)] = 32 * 2**20
     timeout_s: Annotated[float, within(above=0.0)] = 600.0
     body_timeout_s: Annotated[float, within(above=0.0)] = 30.0
     shutdown_s: Annotated[float, within(0.0)] = 10.0

@@ -14,7 +14,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgespec.answering.results import Generation
-from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
+from edgespec.serve.blocks import (
+    Block,
+    BlockReply,
+    Output,
+    add,
+    add_call,
+    content_of,
+    field_of,
+    functions_of,
+    text_of,
+)
 from edgespec.serve.bodies import UNUSED, Body, ChatBody, Effort
 from edgespec.serve.completions import Completions, Job
 from edgespec.serve.problems import Problem
@@ -24,7 +34,8 @@ from edgespec_models.schema import length, matching, shown, within
 KEPT_BYTES, KEPT_S = 64 * 2**20, 3600.0
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _HOSTED = re.compile(r"\w+_call(_output)?|mcp_\w+|compaction")  # items of tools that are no functions
-_TEXTS = ("input_text", "output_text", "text")
+_PARTS = ("input_text", "output_text", "text", "input_image")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
 _OF_CALLS = ("type", "id", "status", "call_id", "name")
 _ROLES = ("user", "assistant", "system", "developer")
 _INCLUDED = matching(
@@ -107,17 +118,16 @@ def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None
         thoughts = text_of(item.get("content") or [], f"{where}.content", ("reasoning_text",))
         add(messages, "assistant", thoughts, "reasoning_content")
     else:
-        text = text_of(item.get("content"), f"{where}.content", _TEXTS)
-        add(messages, field_of(item, "role", where, _ROLES), text)
+        content = content_of(item.get("content"), f"{where}.content", _PARTS)
+        add(messages, field_of(item, "role", where, _ROLES), content)
 
 
 def _add_call(messages: list[Json], item: Mapping[str, Any], where: str) -> None:
     """Append a call or its result. Calls without an identifier are answered elsewhere, and left out."""
     kind, call_id = item["type"], item.get("call_id")
     if kind.endswith("_output"):
-        kinds = _TEXTS if kind == "function_call_output" else None
-        text = text_of(item.get("output"), f"{where}.output", kinds)
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        result = content_of(item.get("output"), f"{where}.output", _PARTS if kind in _RESULTS else None)
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
     elif kind == "function_call":
         add_call(messages, call_id, item.get("name"), item.get("arguments"))
     elif call_id is not None:

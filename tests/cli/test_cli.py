@@ -182,6 +182,19 @@ def test_chat_keeps_the_conversation_until_it_is_cleared(use: Use) -> None:
     assert texts == ["re: one", "re: one|re: one|two"]
 
 
+def test_pictures_go_with_the_question(use: Use) -> None:
+    model = FakeModel()
+    use(model)
+    assert run("generate", "t", "which?", "--image", "a.png", "--image", "b.png").exit_code == 0
+    typed = "one\ntwo\n/image c.png\nthree\n"
+    assert run("chat", "t", "--image", "a.png", stdin=typed).exit_code == 0
+    assert run("chat", "t", "--json", "--image", "a.png", stdin="one\ntwo\n").exit_code == 0
+    prompts = [prompt.replace("re: ", "").split("|")[-1] for prompt, _ in model.calls]
+    assert prompts == ["<a.png><b.png>which?", "<a.png>one", "two", "<c.png>three", "<a.png>one", "two"]
+    result = run("generate", "t", "which?", "--raw", "--image", "a.png")
+    assert result.exit_code == 2 and "only the chat template shows pictures" in result.stderr
+
+
 @pytest.mark.skipif(os.name == "nt", reason="os.kill with SIGINT ends the process on Windows")
 @pytest.mark.usefixtures("own_signals")
 def test_ctrl_c_stops_the_answer_and_not_the_chat(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:

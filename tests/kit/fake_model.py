@@ -68,10 +68,10 @@ class FakeModel:
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Generation:
         return self.stream_chat(messages, **options).run()
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> "FakeStream":
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> "FakeStream":
         if not self.template:
             raise RequestError("fake-target has no chat template")
-        return self.stream("|".join(message["content"] for message in messages), **options)
+        return self.stream("|".join(_shown(message["content"]) for message in messages), **options)
 
     def conversation(self, system: str | None = None, **options: Any) -> Conversation:
         return Conversation(self._start, system, **cast(RequestOptions, options))
@@ -154,6 +154,13 @@ class FakeStream:
 
     def cancel(self) -> None:
         self.result = replace(self.result, finish_reason="cancelled")
+
+
+def _shown(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """A content in which ``<FILE>`` stands for a picture."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['image']}>" for part in content)
 
 
 def _bundle(name: str, size: int, parameters: int, template: bool) -> SimpleNamespace:

@@ -122,6 +122,7 @@ def toy_bundle(name: str, context: int, tokenizer: Tokenizer | None = None) -> B
         chat_template=ChatTemplate(TEMPLATE),
         head_tokens=None,
         digest="toy",
+        reads_images=False,
     )
     return cast(Bundle, bundle)
 

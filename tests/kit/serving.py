@@ -21,7 +21,7 @@ from edgespec.answering.results import (
     TokenRecord,
     ToolCall,
 )
-from edgespec.asking.request import Hole, PromptInput, Request, RequestOptions
+from edgespec.asking.request import Hole, PromptInput, Request, RequestOptions, seen
 from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.models import Models
@@ -30,6 +30,7 @@ from edgespec.serve import replies
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.server import Server
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -65,10 +66,12 @@ class ServedModel:
     name: str = "served"
     drafter_name: str | None = "small"
     thinks: bool = True
+    reads_images: bool = False
 
     def __post_init__(self) -> None:
-        config = SimpleNamespace(context_length=640)
-        self.target = SimpleNamespace(tokenizer=tokenizer(), config=config, chat_template="template")
+        manifest, config = SimpleNamespace(name=self.name), SimpleNamespace(context_length=640)
+        facts = {"tokenizer": tokenizer(), "chat_template": "template", "reads_images": self.reads_images}
+        self.target = SimpleNamespace(manifest=manifest, config=config, **facts)
         self.cost_curve = CostCurve({1: 0.05})
         self.turn = asyncio.Lock()
 
@@ -78,7 +81,9 @@ class ServedModel:
     def answers(self, prompts: Sequence[PromptInput | Hole], options: Mapping[str, Any]) -> Answers:
         if self.refusal is not None:
             raise self.refusal
-        choices, single = Request.of(cast(RequestOptions, options)).choices, {**options}
+        request = Request.of(cast(RequestOptions, options))
+        prompts = [seen(cast(Bundle, self.target), prompt, request) for prompt in prompts]
+        choices, single = request.choices, {**options}
         single.pop("n", None)
         seeded = [{**single, "seed": choice.sampler.seed} for choice in choices]
         rows = [
@@ -95,12 +100,13 @@ class ServedModel:
                 (prompt.prefix, prompt.suffix, prompt.extra, options.get("max_lines")),
             )
         elif isinstance(prompt[0], Mapping):
-            text = str(prompt[-1]["content"])
+            text = _told(prompt[-1]["content"])
         return ServedStream(self, text, asked, options)
 
     def count_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> int:
+        messages = seen(cast(Bundle, self.target), messages, Request())
         self.calls.append((messages, options))
-        return sum(len(str(message["content"])) for message in messages)
+        return sum(len(_told(message["content"])) for message in messages)
 
     def use_history(self, path: Any) -> None:
         self.learned.append(path)
@@ -225,6 +231,13 @@ def ready(reply: R) -> R:
     """A reply that knows its model."""
     reply.use(ServedModel().as_model())
     return reply
+
+
+def _told(content: Any) -> str:
+    """A content in which ``<picture>`` stands for each picture."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if part["type"] == "text" else "<picture>" for part in content)
 
 
 def _whole(tokens: Sequence[TokenRecord]) -> str:

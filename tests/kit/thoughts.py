@@ -121,6 +121,6 @@ def speaking(source: str, session: ToySession, tokenizer: Tokenizer, eos: tuple[
         config = SimpleNamespace(context_length=context, vocab_size=tokenizer.vocab_size)
         chat = ChatTemplate(source)
         facts = {"manifest": manifest, "config": config, "tokenizer": tokenizer, "chat_template": chat}
-        return cast(Bundle, SimpleNamespace(**facts, head_tokens=None, digest="toy"))
+        return cast(Bundle, SimpleNamespace(**facts, head_tokens=None, digest="toy", reads_images=False))
 
     return toy_model(session, bundle=bundle, clock=lambda: 0.0)  # drafts whatever this machine measures

@@ -331,10 +331,10 @@ def test_without_the_extra_the_command_says_what_to_install(
     assert "serving needs uvicorn, " in said and 'pip install "edgespec[server]"' in said
 
 
-def test_the_extra_brings_what_response_format_needs() -> None:
+def test_the_extra_brings_what_forms_and_pictures_need() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    assert "edgespec[structured]" in extras["server"]
+    assert "edgespec[images,structured]" in extras["server"]
     assert any(need.startswith("llguidance") for need in extras["structured"])
 
 

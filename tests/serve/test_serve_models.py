@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ class Shelf:
         if self.fault is not None:
             raise self.fault
         model = ServedModel(name=target)
-        model.target.manifest, model.drafter = SimpleNamespace(files={}), None  # type: ignore[attr-defined]
+        model.target.manifest.files, model.drafter = {}, None  # type: ignore[attr-defined]
         model.target.config.vocab_size, model.target.marks = 1, frozenset()
         ready(model.target, None)
         self.made.append(model)

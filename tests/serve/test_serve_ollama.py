@@ -17,7 +17,7 @@ from edgespec.models import Models
 from edgespec.serve.bodies import parse
 from edgespec.serve.ollama import MANAGING, OllamaChatBody, OllamaReply
 from edgespec.serve.options import ServeOptions
-from edgespec_models.bundles.bundle import MANIFEST
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import Busy, Closed, EdgespecError, RequestError
 from tests.kit.models import toy_model, toy_session
 from tests.kit.native import edit_manifest, tiny_native
@@ -249,12 +249,12 @@ def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
         (CHAT, {"format": "xml"}, "format is 'xml'"),
         (CHAT, {"format": {"type": "banana"}}, "banana"),
         (CHAT, {"think": "hard"}, "think is 'hard'"),
-        (CHAT, {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "[0].images is not empty"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "reads no images"),
         (CHAT, {"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role is 'cat'; allowed: 'sys"),
         (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0] is 3"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls is 3"),
-        (GENERATE, {"images": ["x"]}, "models here read no images"),
+        (GENERATE, {"images": ["x"]}, "reads no images"),
         (GENERATE, {"template": "{{ .Prompt }}"}, "template is '{{ .Prompt }}'; allowed: a text that is"),
         (GENERATE, {"context": [1, 2]}, "/api/chat takes a conversation"),
         (GENERATE, {"raw": True, "system": "x"}, "leave out all but one"),
@@ -335,7 +335,9 @@ def shelves(tmp_path: Path) -> Iterator[Models]:
         yield models
 
 
-def test_models_are_listed_shown_loaded_and_unloaded(shelves: Models) -> None:
+def test_models_are_listed_shown_loaded_and_unloaded(
+    shelves: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving_models(shelves) as url:
         unseen = ask(url, "/api/tags").json["models"]
         assert [entry["name"] for entry in unseen] == ["chats:latest", "embeds:latest"]
@@ -367,6 +369,10 @@ def test_models_are_listed_shown_loaded_and_unloaded(shelves: Models) -> None:
         assert shelves.loaded == {}  # for that was seen, too
         vectors = ask(url, "/api/show", {"model": "embeds:latest", "verbose": True}).json
         assert vectors["capabilities"] == ["embedding"] and shelves.loaded == {}
+        monkeypatch.setattr(Bundle, "reads_images", True)
+        with serving_models(shelves) as seeing:
+            shown = ask(seeing, "/api/show", {"name": "chats"}).json
+        assert "vision" in shown["capabilities"]
         other = ask(url, GENERATE, {"model": "none", "keep_alive": 0})
         assert other.status == 404
 

@@ -348,6 +348,11 @@ class Bundle:
         return self.manifest.embedding is not None and self.manifest.operators == "edgespec"
 
     @property
+    def reads_images(self) -> bool:
+        """Whether messages may have pictures."""
+        return False
+
+    @property
     def ranks(self) -> bool:
         """Whether texts get scores for a query."""
         return self.manifest.ranking is not None
