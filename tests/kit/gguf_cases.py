@@ -304,7 +304,12 @@ def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
     )
 
 
-_MIXERS = (("q", "self_attn."), ("k", "self_attn."), ("v", "self_attn."), ("o_", "self_attn."))
+_MIXERS: tuple[tuple[str, str], ...] = (
+    ("q", "self_attn."),
+    ("k", "self_attn."),
+    ("v", "self_attn."),
+    ("o_", "self_attn."),
+)
 _MIXERS += (("up", "mlp."), ("down", "mlp."), ("shared", "mlp."), ("experts", "mlp."), ("gate", "mlp."))
 
 

@@ -736,7 +736,13 @@ def _lfm3_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, .
     return tensors | {"self_attn.o_proj": (hidden, heads * head)}
 
 
-_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight", "router.layer.weight")
+_ROUTERS = (
+    "mixer.gate.weight",
+    "mlp.gate.weight",
+    "mlp.router.weight",
+    "feed_forward.gate.weight",
+    "router.layer.weight",
+)
 
 
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:

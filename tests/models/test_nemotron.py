@@ -90,7 +90,7 @@ def test_keys_that_contradict_the_file_are_named(tmp_path: Path, key: str, value
 
 def test_the_epsilon_may_have_the_name_of_other_norms(tmp_path: Path) -> None:
     """Published directories state ``layer_norm_epsilon`` alone, and so do files made of them."""
-    keys = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 0.25}
+    keys: dict[str, Any] = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 0.25}
     with GGUFCheckpoint(gguf_of("nemotron_h", **keys).write(tmp_path / "m.gguf")) as checkpoint:
         assert checkpoint.config.norm_epsilon == 0.25
 

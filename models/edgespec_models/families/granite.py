@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from edgespec_models.decoders.operations import Backend, Mamba
 from edgespec_models.decoders.transformer import FULL, Transformer
@@ -27,7 +27,7 @@ class Granite(Transformer):
         conv_taps: tokens that their convolutions see, the token itself included; None without one.
     """
 
-    TYPES = (FULL, MAMBA)
+    TYPES: ClassVar[tuple[str, ...]] = (FULL, MAMBA)
     NEEDS = MappingProxyType({MAMBA: ("mamba", "conv_taps")})
     mamba: Mamba | None = None
     conv_taps: Taps | None = None
