@@ -178,6 +178,14 @@ def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
         base: Any = importlib.import_module("conversion.base")
         base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
         base.TextModel._set_vocab_sentencepiece = base.TextModel._set_vocab_gpt2
+        loaded = base.ModelBase.load_hparams
+
+        def as_stated(folder: Path, *rest: Any, **more: Any) -> dict[str, Any]:
+            config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            # transformers would add experts to a Nemotron-H that has none.
+            return config if config["model_type"] == "nemotron_h" else loaded(folder, *rest, **more)
+
+        base.ModelBase.load_hparams = as_stated
         for module, kind in (("gemma", "Gemma4Model"), ("glm", "Glm4Model")):  # want tokens of their models
             family: Any = importlib.import_module(f"conversion.{module}")
             getattr(family, kind).set_vocab = base.TextModel._set_vocab_gpt2

@@ -121,6 +121,31 @@ def _mamba(hidden: int, heads: int, state: int, attends: tuple[int, ...]) -> dic
     )
 
 
+def _nemotron(pattern: str, heads: int, width: int, kv: int, mlp: int, **more: Any) -> dict[str, Any]:
+    """The keys of a Nemotron-H; ``pattern`` has a letter for each layer, as in its ``config.json``."""
+    facts = {"group_count": 8, "time_step_rank": heads, "inner_size": heads * width}
+    facts |= {"state_size": 128, "conv_kernel": 4}
+    return {f"ssm.{key}": value for key, value in facts.items()} | {
+        "attention.head_count_kv": [kv * (kind == "*") for kind in pattern],
+        "feed_forward_length": [mlp * (kind in "-E") for kind in pattern],
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.scaling.finetuned": False,
+        **more,
+    }
+
+
+_NEMOTRON_4B = "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-"
+_NEMOTRON_30B = "MEMEM*EMEMEM*"
+_NEMOTRON_EXPERTS = {
+    "expert_count": 128,
+    "expert_used_count": 6,
+    "expert_feed_forward_length": 1856,
+    "expert_shared_feed_forward_length": 3712,
+    "expert_shared_count": 1,
+    "expert_group_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 2.5,
+}
 _SHARED = _experts(256, 8, 512, expert_shared_feed_forward_length=512)
 _SIGMOID = _experts(32, 4, 1792, expert_gating_func=2, leading_dense_block_count=1)
 _FEW_CONVOLVE = {"attention.head_count_kv": [8 * (layer in (2, 5)) for layer in range(6)]}
@@ -154,6 +179,14 @@ SHAPES = {
     "granite-4-h-micro": Shape(
         "granitehybrid", 40, 2048, 8192, 32, 8, 64, 100_352, 1e4, _mamba(2048, 64, 128, (5, 15, 25, 35))
     ),
+    "nemotron-3-nano-4b": Shape(
+        *("nemotron_h", len(_NEMOTRON_4B), 3136, 12_544, 40, 8, 128, 131_072, 1e4),
+        _nemotron(_NEMOTRON_4B, 96, 80, 8, 12_544),
+    ),
+    "nemotron-3-nano-30b-a3b": Shape(
+        *("nemotron_h_moe", len(_NEMOTRON_30B), 2688, 1856, 32, 2, 128, 131_072, 1e4),
+        _nemotron(_NEMOTRON_30B, 64, 64, 2, 1856, **_NEMOTRON_EXPERTS),
+    ),
     "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
 }
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
@@ -174,7 +207,7 @@ def tensors(shape: Shape) -> Tensors:
     else:
         yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     yield f"{'token_embd' if lfm2 else 'output'}_norm.weight", (shape.hidden,), "F32"
-    if shape.architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
+    if shape.architecture in ("qwen3moe", "qwen35moe", "gpt-oss", "nemotron_h", "nemotron_h_moe"):
         yield "output.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     if shape.architecture == "llama":
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
@@ -194,9 +227,11 @@ def tensors(shape: Shape) -> Tensors:
             shape.architecture.startswith("qwen35") and (layer + 1) % shape.facts["full_attention_interval"]
         )
         kv_heads = shape.facts.get("attention.head_count_kv", [shape.kv_heads] * shape.layers)[layer]
-        kind = _delta_net if linear else _layer if kv_heads else _MIXERS[shape.architecture]
+        kind = _delta_net if linear else _layer if kv_heads else _MIXERS.get(shape.architecture, _layer)
         rows, facts = kind(shape, "Q6_K" if dear else "Q4_K"), shape.facts
-        if shape.architecture == "gemma4":
+        if shape.architecture.startswith("nemotron"):
+            rows = _nemotron_layer(shape, layer, "Q6_K" if dear else "Q4_K")
+        elif shape.architecture == "gemma4":
             rows = _gemma4_layer(shape, layer, "Q6_K" if dear else "Q4_K")
         elif "expert_count" in facts and layer >= facts.get("leading_dense_block_count", 0):
             dense = ("ffn_gate", "ffn_up", "ffn_down")
@@ -289,14 +324,33 @@ def _gemma4_layer(shape: Shape, layer: int, dear: str) -> Tensors:
 def _mamba_layer(shape: Shape, dear: str) -> Tensors:
     facts, hidden, mlp = shape.facts, shape.hidden, shape.mlp
     heads, inner = facts["ssm.time_step_rank"], facts["ssm.inner_size"]
-    channels = inner + 2 * facts["ssm.state_size"]
+    groups = facts["ssm.group_count"]
+    channels = inner + 2 * groups * facts["ssm.state_size"]
     yield from ((name, (hidden,), "F32") for name in ("attn_norm", "ffn_norm"))
     yield "ssm_in", (inner + channels + heads, hidden), "Q4_K"
     yield from (("ssm_conv1d", (channels, 4), "F32"), ("ssm_conv1d.bias", (channels,), "F32"))
     yield from (("ssm_a", (heads, 1), "F32"), ("ssm_d", (heads, 1), "F32"), ("ssm_dt", (heads,), "F32"))
-    yield from (("ssm_norm", (1, inner), "F32"), ("ssm_out", (hidden, inner), "Q4_K"))
+    yield from (("ssm_norm", (groups, inner // groups), "F32"), ("ssm_out", (hidden, inner), "Q4_K"))
     yield from ((name, (mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
     yield "ffn_down", (hidden, mlp), dear
+
+
+def _nemotron_layer(shape: Shape, layer: int, dear: str) -> Tensors:
+    facts, hidden = shape.facts, shape.hidden
+    mlp = facts["feed_forward_length"][layer]
+    kind = _layer if facts["attention.head_count_kv"][layer] else _mamba_layer
+    rows = [row for row in kind(shape, dear) if not row[0].startswith("ffn_")]
+    if not mlp:
+        yield from rows
+        return
+    yield "attn_norm", (hidden,), "F32"
+    if "expert_count" not in facts:
+        yield from (("ffn_up", (mlp, hidden), "Q4_K"), ("ffn_down", (hidden, mlp), dear))
+        return
+    count, shared = facts["expert_count"], facts["expert_shared_feed_forward_length"]
+    yield from (("ffn_gate_inp", (count, hidden), "F32"), ("exp_probs_b.bias", (count,), "F32"))
+    yield from (("ffn_up_exps", (count, mlp, hidden), "Q4_K"), ("ffn_down_exps", (count, hidden, mlp), dear))
+    yield from (("ffn_up_shexp", (shared, hidden), "Q4_K"), ("ffn_down_shexp", (hidden, shared), dear))
 
 
 def _convolution(shape: Shape, dear: str) -> Tensors:

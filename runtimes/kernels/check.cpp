@@ -178,7 +178,7 @@ Projection product(const Part* parts, size_t count, const Rounded& x, std::vecto
 void project(const Kernels& kernels, Random& random, int format, Gate gate, int64_t rows, Results& results) {
   std::vector<Matrix> matrices;
   std::vector<Part> parts;
-  for (int i = 0; i < (gate == Gate::none ? 2 : 4); i++) {
+  for (int i = 0; i < (has_factor(gate) ? 4 : 2); i++) {
     matrices.emplace_back(random, i == 0 ? format : random.below(kFormatCount), i % 2 ? kNarrow : kWide, kInputs);
     parts.push_back(matrices.back().part);
   }
@@ -198,7 +198,8 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
 
 void add_products(Cases& cases) {
   const std::pair<Gate, const char*> gates[] = {
-      {Gate::none, ""}, {Gate::silu, ", SiLU"}, {Gate::gelu, ", GELU"}, {Gate::clamped, ", clamped"}};
+      {Gate::none, ""}, {Gate::silu, ", SiLU"}, {Gate::gelu, ", GELU"}, {Gate::clamped, ", clamped"},
+      {Gate::squared, ", squared"}};
   for (int format = 0; format < kFormatCount; format++)
     for (const auto& [gate, called] : gates)
       for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 40, 50}) {

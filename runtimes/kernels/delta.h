@@ -88,12 +88,6 @@ class Delta {
     float* y;  // (rows, values)
   };
 
-  static float* kept_as(const Pass& pass, size_t index, const Shape& shape) {
-    const Tensor past = pass.input(index);
-    require(past.shape == shape, "a state is not shaped as its layer");
-    return kept<float>(pass, index, past);
-  }
-
   // Runs rows of a sequence through a key head and the value heads that share it. No other thread touches their part
   // of the state, the log and the ring.
   class Work {

@@ -10,7 +10,7 @@
 namespace edgespec {
 
 // y = [residual +] [norm of] ([norm of] the sum over a row's experts, the best first, of
-//     weight * down(gate(norm(x)) * up(norm(x))) [+ shared, or sigmoid(the router's last score) * shared])
+//     weight * down(gate(norm(x)) * up(norm(x))), or down(squared(up(norm(x)))) [+ shared, or sigmoid(the router's last score) * shared])
 //
 // The router reads the experts' input, or x through its own normalization. It chooses experts by scores in float32,
 // which are summed in a fixed order; of equal scores the first is better. Rows are grouped by expert, so that an
@@ -23,7 +23,7 @@ class Experts {
       {"x", ort::kFloat}, {"gain", ort::kFloat, ort::kOptional}, {"residual", ort::kFloat, ort::kOptional},
       {"shared", ort::kFloat, ort::kOptional}, {"router", ort::kFloat}, {"router_bias", ort::kFloat, ort::kOptional},
       {"bias", ort::kFloat, ort::kOptional}, {"down_bias", ort::kFloat, ort::kOptional},
-      {"selection", ort::kFloat, ort::kOptional}, {"gate", ort::kUint8}, {"up", ort::kUint8}, {"down", ort::kUint8},
+      {"selection", ort::kFloat, ort::kOptional}, {"gate", ort::kUint8, ort::kOptional}, {"up", ort::kUint8}, {"down", ort::kUint8},
       {"router_gain", ort::kFloat, ort::kOptional}, {"scales", ort::kFloat, ort::kOptional},
       {"post_gain", ort::kFloat, ort::kOptional}, {"sum_gain", ort::kFloat, ort::kOptional}}};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kInt64};
@@ -48,7 +48,7 @@ class Experts {
       require(width > 0 && width < kMost / experts_ && width % kLanes == 0, "experts have impossible widths");
     const std::string text = info.text("formats");
     std::string_view formats = text;
-    for (size_t i = 0; i < matrices_.size(); i++) {
+    for (size_t i = first(); i < matrices_.size(); i++) {
       const size_t end = std::min(formats.find(','), formats.size());
       const bool down = i == kDown;
       Part part = part_of(formats.substr(0, end), experts_ * (down ? inputs_ : width_), down ? width_ : inputs_,
@@ -88,8 +88,9 @@ class Experts {
     routed.bias = pass.vector(kInputs["router_bias"], experts_, router_bias);
     routed.selection = pass.vector(kInputs["selection"], experts_, router_bias);
     routed.scales = pass.vector(kInputs["scales"], experts_, "there is another number of scales than experts");
+    const auto inner_parts = static_cast<int64_t>(kDown - first());
     constexpr const char* expert_bias = "biases of experts are not as wide as they";
-    const float* bias = pass.vector(kInputs["bias"], 2 * experts_ * width_, expert_bias);
+    const float* bias = pass.vector(kInputs["bias"], inner_parts * experts_ * width_, expert_bias);
     const float* down_bias = pass.vector(kInputs["down_bias"], experts_ * inputs_, expert_bias);
     const float* residual = pass.vector(kInputs["residual"], rows * inputs_, "a residual is not shaped as the experts");
     const float* shared = pass.vector(kInputs["shared"], rows * inputs_, "a shared expert is not shaped as the others");
@@ -109,8 +110,8 @@ class Experts {
     const std::vector<Group> groups = grouped(choices.get(), pairs);
     *different = static_cast<int64_t>(groups.size());
     if (pages_ != nullptr && !pages_->all())  // they stay in their file: ask for all before reading the first
-      pass.spread(3 * *different, [&](int64_t i) {
-        const Matrix& stored = matrices_[static_cast<size_t>(i / *different)];
+      pass.spread((inner_parts + 1) * *different, [&](int64_t i) {
+        const Matrix& stored = matrices_[first() + static_cast<size_t>(i / *different)];
         const int64_t expert = groups[static_cast<size_t>(i % *different)].expert;
         Mapped{stored.part.tiles + expert * stored.plane, static_cast<size_t>(stored.plane)}.ask();
       });
@@ -124,15 +125,16 @@ class Experts {
     std::vector<Projection> projections(groups.size());
     for (size_t i = 0; i < groups.size(); i++) {
       const Group& group = groups[i];
-      parts[i] = {part(kGate, group.expert, width_), part(kUp, group.expert, width_)};
-      Projection& p = projections[i] = projection(group, parts[i].data(), 2, inputs_, width_);
+      parts[i] = {part(first(), group.expert, width_), part(kUp, group.expert, width_)};
+      Projection& p = projections[i] = projection(group, parts[i].data(), inner_parts, inputs_, width_);
       p.gate = gate_;
       p.activations = activations.get() + group.first * (inputs_ / kBlock);
       p.factors = factors.get() + group.first;
-      if (bias != nullptr) p.bias = bias + group.expert * width_, p.other_bias = p.bias + experts_ * width_;
+      if (bias != nullptr) p.bias = bias + group.expert * width_;
+      if (bias != nullptr && has_factor(gate_)) p.other_bias = p.bias + experts_ * width_;
       p.y = inner.get() + group.first * width_;
     }
-    multiply(pass, projections, 2 * bytes_of(kGate), nullptr);
+    multiply(pass, projections, inner_parts * bytes_of(kUp), nullptr);
 
     const Buffer<Activations> inner_activations(pairs * (width_ / kBlock));
     pass.spread(pieces_of(pairs, width_), [&](int64_t i) {
@@ -193,6 +195,7 @@ class Experts {
     int64_t plane;  // bytes of one expert
   };
 
+  size_t first() const { return has_factor(gate_) ? kGate : kUp; }
   int64_t groups() const { return (scored_ + kScored - 1) / kScored; }
   int64_t bytes_of(size_t matrix) const { return matrices_[matrix].plane; }
   Part part(size_t matrix, int64_t expert, int64_t columns) const {

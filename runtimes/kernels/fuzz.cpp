@@ -99,9 +99,9 @@ int64_t size_of(int64_t format, int64_t columns, int64_t inputs) {
 
 void fill_linear(Choices& choices, OrtKernelInfo& node) {
   const int64_t inputs = 256 * (1 + choices.below(2)), rows = 1 + choices.below(12);
-  const char* const gates[] = {"", "silu", "gelu"};
-  const std::string gate = gates[choices.below(3)];
-  const int64_t own = 1 + choices.below(3), count = gate.empty() || choices.rarely() ? own : 2 * own;
+  const char* const gates[] = {"", "silu", "gelu", "squared"};
+  const std::string gate = gates[choices.below(4)];
+  const int64_t own = 1 + choices.below(3), count = gate.empty() || gate == "squared" || choices.rarely() ? own : 2 * own;
   int64_t columns[3], width = 0;
   for (int64_t i = 0; i < own; i++) width += columns[i] = 1 + choices.below(40);
   const Shape shapes[] = {{1, rows, inputs}, {inputs}, {width}, {width}, {1, rows, width}};
@@ -307,20 +307,25 @@ void fill_experts(Choices& choices, OrtKernelInfo& node) {
     const bool wanted = i == 0 || i == 4 || (i == 3 && scored > experts) || (left_out >> i & 1) == 0;
     add(choices, node, shapes[i], wanted != choices.rarely());
   }
+  const char* const gates[] = {"silu", "gelu", "clamped", "squared"};
+  const std::string gate = gates[choices.below(4)];
   std::string formats;
   for (int i = 0; i < 3; i++) {
+    if (i == 0 && gate == "squared") {
+      add(choices, node, {}, choices.rarely());
+      continue;
+    }
     int64_t format = choices.below(kFormatCount);
     if (i == 2 && kFormats[format].inputs > 32) format = 0;
-    formats += (i ? "," : "") + std::string(kFormats[format].name);
+    formats += (formats.empty() ? "" : ",") + std::string(kFormats[format].name);
     add(choices, node, {size_of(format, experts * (i < 2 ? width : inputs), i < 2 ? inputs : width)});
   }
-  const char* const gates[] = {"silu", "gelu", "clamped"};
   const uint8_t added = choices.byte();
   for (int i = 0; i < 4; i++) add(choices, node, {i == 1 ? experts : inputs}, added >> i & 1);
   node.numbers = {{"inputs", choices.number(inputs)}, {"width", choices.number(width)},
                   {"experts", choices.number(experts)}, {"used", choices.number(used)}, {"normalized", choices.below(2)}};
   node.reals = {{"epsilon", 1e-5f}, {"scale", choices.below(2) ? 1.0f : 2.5f}};
-  node.texts = {{"gate", broken(choices, gates[choices.below(3)])}, {"formats", broken(choices, formats)},
+  node.texts = {{"gate", broken(choices, gate)}, {"formats", broken(choices, formats)},
                 {"gating", broken(choices, choices.below(2) ? "softmax" : "sigmoid")}};
 }
 

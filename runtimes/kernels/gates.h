@@ -59,7 +59,7 @@ class InputGate {
 
   InputGate(const Info& info, const Host& host)
       : kernels_(host.kernels), layer_(info.number("layer")), gate_(gate_of(info.text("gate"))) {
-    require(gate_ != Gate::none, "the inputs of a layer have no gate");
+    require(has_factor(gate_), "the inputs of a layer have no gate");
     require(layer_ >= 0 && layer_ < kMost, "a layer has an impossible number");
   }
 

@@ -92,6 +92,12 @@ inline F activate(F x, Gate gate) {
   return x * (1.0f - 1.0f / (exponential(u * 2.0f) + 1.0f));
 }
 
+// max(x, 0)^2; not a number stays so.
+inline F squared(F x) {
+  x = x < 0.0f ? F{} : x;
+  return x * x;
+}
+
 // The gate of `x`, times `other`. The clamped gate is gpt-oss's.
 inline F gated(F x, F other, Gate gate) {
   if (gate != Gate::clamped) return activate(x, gate) * other;

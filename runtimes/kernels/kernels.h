@@ -24,10 +24,13 @@ struct Part {
   }
 };
 
-enum class Gate { none, silu, gelu, sigmoid, clamped };
+// `squared` is max(x, 0)^2, which multiplies nothing.
+enum class Gate { none, silu, gelu, sigmoid, clamped, squared };
 
-// A projection of `rows` rows. With a gate the first half of the parts goes through the activation and is multiplied
-// by the second half, whose parts have the same widths. Biases are added before.
+constexpr bool has_factor(Gate gate) { return gate != Gate::none && gate != Gate::squared; }
+
+// A projection of `rows` rows. With a gate that has a factor the first half of the parts goes through the activation
+// and is multiplied by the second half, whose parts have the same widths. Biases are added before.
 struct Projection {
   const Part* parts;
   int64_t part_count;

@@ -11,7 +11,8 @@ inline Gate gate_of(const std::string& name) {
   if (name.empty()) return Gate::none;
   if (name == "silu") return Gate::silu;
   if (name == "clamped") return Gate::clamped;
-  require(name == "gelu", "a gate is neither silu nor gelu nor clamped");
+  if (name == "squared") return Gate::squared;
+  require(name == "gelu", "a gate is neither silu nor gelu nor clamped nor squared");
   return Gate::gelu;
 }
 
@@ -33,13 +34,13 @@ class Linear {
         gate_(gate_of(info.text("gate"))),
         parts_(parts_of(info, info.text("parts"), inputs_, kInputs["weights"])) {
     const size_t half = parts_.size() / 2;
-    if (gate_ != Gate::none) {
+    if (has_factor(gate_)) {
       require(parts_.size() % 2 == 0, "a gated projection has an odd number of parts");
       for (size_t i = 0; i < half; i++)
         require(parts_[i].columns == parts_[half + i].columns, "a gate is not as wide as what it multiplies");
     }
     int64_t bytes = 0;
-    for (size_t i = 0; i < (gate_ == Gate::none ? parts_.size() : half); i++) {
+    for (size_t i = 0; i < (has_factor(gate_) ? half : parts_.size()); i++) {
       width_ += parts_[i].columns;
       tiles_ += parts_[i].tile_count();
       bytes += static_cast<int64_t>(parts_[i].bytes(inputs_));
@@ -73,9 +74,9 @@ class Linear {
     p.gate = gate_;
     p.width = width_;
     p.rows = p.stride = rows;
-    const int64_t biases = gate_ == Gate::none ? width_ : 2 * width_;
+    const int64_t biases = has_factor(gate_) ? 2 * width_ : width_;
     p.bias = pass.vector(kInputs["bias"], biases, "a bias is not as wide as its projection");
-    if (p.bias != nullptr && gate_ != Gate::none) p.other_bias = p.bias + width_;
+    if (p.bias != nullptr && has_factor(gate_)) p.other_bias = p.bias + width_;
     const float* post_gain = pass.vector(kInputs["post_gain"], width_, "a gain is not as wide as its projection");
     const float* residual =
         pass.vector(kInputs["residual"], rows * width_, "a residual is not shaped as its projection");
@@ -107,7 +108,7 @@ class Linear {
     const auto at = [&](const Part& matrix) {
       return matrix.tiles + tile * static_cast<int64_t>(matrix.bytes(inputs_)) / matrix.tile_count();
     };
-    return {at(parts_[part]), gate_ == Gate::none ? nullptr : at(parts_[part + parts_.size() / 2])};
+    return {at(parts_[part]), has_factor(gate_) ? at(parts_[part + parts_.size() / 2]) : nullptr};
   }
 
   void round(const Pass& pass, const float* x, const float* gain, int64_t rows, Activations* y,

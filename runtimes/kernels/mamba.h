@@ -90,12 +90,6 @@ class Mamba {
     float* y;               // (rows, values)
   };
 
-  static float* kept_as(const Pass& pass, size_t index, const std::vector<int64_t>& shape) {
-    const Tensor past = pass.input(index);
-    require(past.shape == shape, "a state is not shaped as its layer");
-    return kept<float>(pass, index, past);
-  }
-
   Ring ring(const Layer& l, const Rows& rows, const Place& place) const {
     float* own = l.ring + place.slot * (kLogged + l.taps - 1) * l.channels;
     const float* inputs = l.packed + rows.first * l.width + values_;

@@ -231,6 +231,7 @@ inline void finish(const Projection& p, const Place& at, int64_t row, int64_t ro
     if (p.bias != nullptr) v = v + some(p.bias + at.column);
     if (others != nullptr)
       v = gated(v, p.other_bias != nullptr ? others[r] + some(p.other_bias + at.column) : others[r], p.gate);
+    if (p.gate == Gate::squared) v = squared(v);
     if (p.residual != nullptr) v = v + some(p.residual + to);
     if (columns == kLanes)
       store(p.y + to, v);
@@ -241,7 +242,7 @@ inline void finish(const Projection& p, const Place& at, int64_t row, int64_t ro
 
 void project(const Projection& p, int64_t first, int64_t last) {
   const int64_t half_parts = p.part_count / 2;
-  const bool gated = p.gate != Gate::none;
+  const bool gated = has_factor(p.gate);
   for (int64_t tile = first; tile < last; tile++) {
     const Place at = place_of(p, tile);
     for (int64_t row = 0; row < p.rows; row += kAtOnce) {

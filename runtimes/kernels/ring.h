@@ -2,12 +2,20 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "sequences.h"
 
 namespace edgespec {
 
 constexpr int64_t kWidestHead = 1 << 12, kMostTaps = 64;
+
+// A tensor that a layer keeps of its sequences, behind the pass.
+inline float* kept_as(const Pass& pass, size_t index, const Shape& shape) {
+  const Tensor past = pass.input(index);
+  require(past.shape == shape, "a state is not shaped as its layer");
+  return kept<float>(pass, index, past);
+}
 
 // Token t has the row t modulo the ring's length, which is the number of rows that a layer can undo more than the
 // convolution looks back.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.kit.gguf import F32, Raw, TinyGGUF, tokenizer_facts
-from tests.kit.hf import CASES, Tensors, config_of, convolves, mlp_width, weights
+from tests.kit.hf import CASES, Tensors, config_of, convolves, mlp_width, nemotron_kinds, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "gemma4_text": "gemma4"}
@@ -26,7 +26,17 @@ GGUF_CASES = tuple(
     # there a dense Granite 4 is of the same architecture as a Granite 3
     if case not in ("mistral_window", "smollm3_list", "gemma3", "granite4", "granite4_moe")
 )
-_ORDERED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "eagle3")
+_ORDERED = (
+    "llama",
+    "smollm3",
+    "granite",
+    "granitemoe",
+    "granitehybrid",
+    "mistral3",
+    "eagle3",
+    "nemotron_h",
+    "nemotron_h_moe",
+)
 _TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -161,6 +171,7 @@ def gguf_of(case: str, kind: str = "F32", **changed: Any) -> TinyGGUF:
     """
     config = config_of(case)
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    name += "_moe" if name == "nemotron_h" and "n_routed_experts" in config else ""
     model = converted(name, config, weights(config), kind)
     facts = {**model.metadata, **{f"{name}.{key}": value for key, value in changed.items()}}
     model.metadata = {key: value for key, value in facts.items() if value is not None}
@@ -173,10 +184,17 @@ def converted(
     """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
     model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
-    if name == "granitehybrid":
-        mlp = "mlp.shared_expert." if config["num_local_experts"] else "mlp."
+    if name.startswith("nemotron"):
+        tensors = {_plain_nemotron(source): values for source, values in tensors.items()}
+    if name.startswith(("granitehybrid", "nemotron")):
+        mlp, groups = (
+            "mlp.shared_expert." if config.get("num_local_experts") else "mlp.",
+            config.get("n_groups", 1),
+        )
         tensors = {
-            part: rows for source, stored in tensors.items() for part, rows in _mamba(source, stored, mlp)
+            part: rows
+            for source, stored in tensors.items()
+            for part, rows in _mamba(source, stored, mlp, groups)
         }
     tensors = _without_experts(model, tensors, kind)
     if name.startswith("qwen35"):
@@ -293,14 +311,36 @@ def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
     )
 
 
-def _mamba(source: str, values: F32, mlp: str) -> Iterator[tuple[str, F32]]:
+_MIXERS: tuple[tuple[str, str], ...] = (
+    ("q", "self_attn."),
+    ("k", "self_attn."),
+    ("v", "self_attn."),
+    ("o_", "self_attn."),
+)
+_MIXERS += (("up", "mlp."), ("down", "mlp."), ("shared", "mlp."), ("experts", "mlp."), ("gate", "mlp."))
+
+
+def _plain_nemotron(source: str) -> str:
+    """A tensor of a Nemotron-H by the names that most models have for what it is."""
+    for name, usual in {"embeddings": "embed_tokens", "norm_f": "norm"}.items():
+        source = source.replace(f"backbone.{name}.", f"model.{usual}.")
+    layer, mixer, kind = source.replace("backbone.", "model.").partition(".mixer.")
+    if not mixer:
+        return layer.replace(".norm.", ".input_layernorm.") if ".layers." in layer else layer
+    if "e_score" in kind:
+        return f"{layer}.feed_forward.expert_bias"
+    part = next((part for start, part in _MIXERS if kind.startswith(start)), "mamba.")
+    return f"{layer}.{part}{kind.replace('shared_experts', 'shared_expert')}"
+
+
+def _mamba(source: str, values: F32, mlp: str, groups: int) -> Iterator[tuple[str, F32]]:
     """A tensor of a Granite 4 H, or the two that become of it; ``mlp`` is the place of the shared MLP."""
     if source.endswith("A_log"):
         values = -np.exp(values, dtype=np.float64).astype(np.float32)
     if source.endswith(("A_log", "mamba.D")):
         values = values[:, None]
     elif source.endswith("mamba.norm.weight"):
-        values = values[None]
+        values = values.reshape(groups, -1)
     elif source.endswith("shared_mlp.input_linear.weight"):
         for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
             yield source.replace("shared_mlp.input_linear", f"{mlp}{part}_proj"), rows
@@ -355,6 +395,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts |= {"expert_shared_feed_forward_length": 64, "interleave_moe_layer_step": 1}
     if config["model_type"].startswith("qwen3_5"):
         facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    if config["model_type"] == "nemotron_h":
+        return _nemotron_facts(facts, config)
     if "mamba_n_heads" in config:
         kv, layers = config["num_key_value_heads"], config["layer_types"]
         facts["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
@@ -395,6 +437,30 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         whole, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
         facts["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(whole / original) / np.log(original)))
     return facts
+
+
+def _nemotron_facts(facts: dict[str, object], config: Mapping[str, Any]) -> dict[str, object]:
+    kv, kinds, moe = config["num_key_value_heads"], nemotron_kinds(config), "n_routed_experts" in config
+    width = config["moe_intermediate_size" if moe else "intermediate_size"]
+    names = {"conv_kernel": "conv_kernel", "ssm_state_size": "state_size", "n_groups": "group_count"}
+    facts |= {
+        f"ssm.{key}": config[name] for name, key in (names | {"mamba_num_heads": "time_step_rank"}).items()
+    }
+    facts |= {
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "attention.head_count_kv": [kv * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": [width * (kind in ("mlp", "moe")) for kind in kinds],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "rope.scaling.finetuned": False,
+    }
+    if not moe:
+        return facts
+    return facts | {
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+    }
 
 
 def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:

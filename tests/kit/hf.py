@@ -183,6 +183,21 @@ _GRANITE_H = {
     "mamba_n_groups": 1,
     "mamba_expand": 2,
 }
+_NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "hidden_act": None,
+    "head_dim": 32,
+    "hybrid_override_pattern": "M-M*-",
+    "num_hidden_layers": 5,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "n_groups": 2,
+    "time_step_min": 0.0,
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
@@ -218,6 +233,20 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["full_attention"] * 2,
     },
     "granite4_h": _GRANITE_H,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": {
+        **{key: value for key, value in _NEMOTRON_H.items() if key != "hybrid_override_pattern"},
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "granite4_h_moe": {
         **_GRANITE_H,
         "num_local_experts": 8,
@@ -392,7 +421,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 NATIVE = tuple(
     case
     for case in CASES
-    if case.startswith(("ministral3_long", "qwen35", "lfm", "gpt", "granite4_h"))
+    if case.startswith(("ministral3_long", "qwen35", "lfm", "gpt", "granite4_h", "nemotron"))
     or "_moe" in case
     or case == "gemma4"
 )
@@ -428,6 +457,8 @@ def mlp_width(config: Mapping[str, Any]) -> int:
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint with this ``config.json``."""
+    if config["model_type"] == "nemotron_h":
+        return _nemotron(config)
     hidden, kind = config["hidden_size"], config["model_type"]
     tensors: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
@@ -574,6 +605,60 @@ def _mamba(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+
+def nemotron_kinds(config: Mapping[str, Any]) -> list[str]:
+    """What each layer of a Nemotron-H is."""
+    types = config.get("layers_block_type", config.get("hybrid_override_pattern", ()))
+    return [_LETTERS.get(kind, kind) for kind in types]
+
+
+def _nemotron(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, mlp, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    query, kv = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
+    heads = config["mamba_num_heads"]
+    inner = heads * config["mamba_head_dim"]
+    channels = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    count = config.get("n_routed_experts", 0)
+    width, shared = (config.get(f"moe_{kind}intermediate_size", 0) for kind in ("", "shared_expert_"))
+    experts = {f"experts.{n}.up_proj.weight": (width, hidden) for n in range(count)}
+    experts |= {f"experts.{n}.down_proj.weight": (hidden, width) for n in range(count)}
+    kinds: Mapping[str, dict[str, tuple[int, ...]]] = {
+        "linear_attention": {
+            "in_proj.weight": (inner + channels + heads, hidden),
+            "conv1d.weight": (channels, 1, config["conv_kernel"]),
+            "conv1d.bias": (channels,),
+            **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
+            "norm.weight": (inner,),
+            "out_proj.weight": (hidden, inner),
+        },
+        "full_attention": {
+            "q_proj.weight": (query, hidden),
+            **dict.fromkeys(("k_proj.weight", "v_proj.weight"), (kv, hidden)),
+            "o_proj.weight": (hidden, query),
+        },
+        "mlp": {"up_proj.weight": (mlp, hidden), "down_proj.weight": (hidden, mlp)},
+        "moe": {
+            "gate.weight": (count, hidden),
+            "gate.e_score_correction_bias": (count,),
+            "shared_experts.up_proj.weight": (shared, hidden),
+            "shared_experts.down_proj.weight": (hidden, shared),
+            **experts,
+        },
+    }
+    tensors: dict[str, tuple[int, ...]] = {
+        "backbone.embeddings.weight": (config["vocab_size"], hidden),
+        "backbone.norm_f.weight": (hidden,),
+        "lm_head.weight": (config["vocab_size"], hidden),
+    }
+    for layer, kind in enumerate(nemotron_kinds(config)):
+        tensors[f"backbone.layers.{layer}.norm.weight"] = (hidden,)
+        named = kinds[kind].items()
+        tensors |= {f"backbone.layers.{layer}.mixer.{name}": shape for name, shape in named}
+    return tensors
+
+
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, mlp, kind = config["hidden_size"], config["intermediate_size"], config["model_type"]
     heads = config["num_attention_heads"]
@@ -692,7 +777,13 @@ def _lfm3_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, .
     return tensors | {"self_attn.o_proj": (hidden, heads * head)}
 
 
-_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight", "router.layer.weight")
+_ROUTERS = (
+    "mixer.gate.weight",
+    "mlp.gate.weight",
+    "mlp.router.weight",
+    "feed_forward.gate.weight",
+    "router.layer.weight",
+)
 
 
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:

@@ -199,7 +199,7 @@ class TorchDecoder(Backend):
         return y + F.linear(x.unflatten(-1, (more.shape[1], -1)).sum(-1), more)
 
     def gated(
-        self, x: Tensor, name: str, names: tuple[str, str], rows: int, activation: Activation
+        self, x: Tensor, name: str, names: tuple[str, ...], rows: int, activation: Activation
     ) -> Tensor:
         gate, up = self.linear(x, name, dict.fromkeys(names, rows))
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up

@@ -37,7 +37,12 @@ _PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, o
 _ROWS = 1024  # rows that are compared at once
 _LOG = logging.getLogger("edgespec")
 
-_TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.": "",
+    "backbone.": "model.",
+}
 """Prefixes of the text model's tensors in multimodal models, and its prefixes alone."""
 _VISION_TENSORS = re.compile(
     r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector|visual)"

@@ -17,11 +17,12 @@ from edgespec_models.decoders.config import Block, Count, Factor
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.schema import check_fields, within
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""``relu2`` is the square of what is positive, and has no gate."""
 UNUSUAL: Final = frozenset(
     {f"attention.{fact}" for fact in ("normed_values", "cap", "sinks", "gates", "growth", "known_rows")}
     | {f"attention.{fact}" for fact in ("keys_of_another_layer", "values_from_keys", "unturned_pairs")}
-    | {"logits.cap"}
+    | {"gated.squares", "logits.cap"}
 )
 """Facts of operations that few families have, for backends that compute none of these."""
 Rows = int | Mapping[str, int]
@@ -323,8 +324,11 @@ class Backend:
         """
         raise NotImplementedError
 
-    def gated(self, x: Any, name: str, names: tuple[str, str], rows: int, activation: Activation) -> Any:
-        """``activation(gate(x)) * up(x)``; ``names`` are the two matrices of the product ``name``."""
+    def gated(self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> Any:
+        """``activation(gate(x)) * up(x)``; ``names`` are the two matrices of the product ``name``.
+
+        With ``relu2`` there is one matrix: ``activation(up(x))``.
+        """
         raise NotImplementedError
 
     def add(self, x: Any, y: Any, name: str = "") -> Any:

@@ -210,7 +210,8 @@ class _Recording(Backend):
                 into[self.name(f"{matrix}_bias")] = (count,)
         return sum(stacked.values())
 
-    def gated(self, x: int, name: str, names: tuple[str, str], rows: int, activation: Activation) -> int:
+    def gated(self, x: int, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> int:
+        self.use("gated", squares=activation == "relu2")
         self.linear(x, name, dict.fromkeys(names, rows), part="mlp")
         return rows
 
@@ -300,6 +301,8 @@ class _Recording(Backend):
         path = self.path("router", "mlp")
         made.parameters[routers[0]] = Parameter(f"{path}.weight", tuple(routers), (rows, x))
         matrices = {"experts_gate": (count * width, x), "experts_up": (count * width, x)}
+        if activation == "relu2":
+            del matrices["experts_gate"]
         self.product("experts_gate_up", matrices, "mlp")
         self.product("experts_down", {"experts_down": (count * x, width)}, "mlp")
         if experts.biases:

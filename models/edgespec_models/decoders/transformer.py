@@ -181,8 +181,9 @@ class Transformer(DecoderShape):
 
     def dense(self, b: Backend, h: Any, width: int, prefix: str = "") -> Any:
         """The output of an MLP of this width."""
-        names = f"{prefix}gate", f"{prefix}up"
-        y = b.gated(h, f"{prefix}gate_up", names, width, self.activation)
+        gate = self.activation != "relu2"
+        names = (f"{prefix}gate", f"{prefix}up")[not gate :]
+        y = b.gated(h, f"{prefix}{'gate_' * gate}up", names, width, self.activation)
         return b.linear(y, f"{prefix}down", self.hidden_size, part="mlp")
 
 

@@ -28,6 +28,7 @@ from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
 from edgespec_models.families.names import KEYS
+from edgespec_models.families.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from edgespec_models.families.olmo2 import OLMO2, OLMO3
 from edgespec_models.families.phi3 import PHI3
 from edgespec_models.families.qwen2 import QWEN2
@@ -43,7 +44,7 @@ MODELS: Final = (
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
-    *(SEED_OSS, ERNIE45, ERNIE45_MOE, GLM4, EXAONE_MOE),
+    *(SEED_OSS, ERNIE45, ERNIE45_MOE, GLM4, EXAONE_MOE, NEMOTRON_H, NEMOTRON_H_MOE),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from edgespec_models.decoders.operations import Backend, Mamba
 from edgespec_models.decoders.transformer import FULL, Transformer
@@ -27,7 +27,7 @@ class Granite(Transformer):
         conv_taps: tokens that their convolutions see, the token itself included; None without one.
     """
 
-    TYPES = (FULL, MAMBA)
+    TYPES: ClassVar[tuple[str, ...]] = (FULL, MAMBA)
     NEEDS = MappingProxyType({MAMBA: ("mamba", "conv_taps")})
     mamba: Mamba | None = None
     conv_taps: Taps | None = None
@@ -70,7 +70,14 @@ def _read(facts: Facts, family: Family) -> Transformer:
     types = layer_kinds(facts, Granite.TYPES) or []
     if MAMBA not in types:
         return trunk(facts, family)
-    for key, value in {"mamba_n_groups": 1, "mamba_conv_bias": True, "mamba_proj_bias": False}.items():
+    expect(facts, family, "mamba_n_groups", 1)
+    fields = {"layer_types": tuple(types), **mamba_fields(facts, family)}
+    return trunk(facts, family, sliding=last_layers(facts, family), **fields)
+
+
+def mamba_fields(facts: Facts, family: Family) -> dict[str, Any]:
+    """The layers of Mamba-2 as fields of a decoder."""
+    for key, value in {"mamba_conv_bias": True, "mamba_proj_bias": False}.items():
         expect(facts, family, key, value)
     heads, width = facts.integer("mamba_n_heads", 128), facts.value("mamba_d_head")
     inner = facts.integer("mamba_width", facts.integer("mamba_expand", 2) * facts.integer("hidden_size"))
@@ -80,13 +87,16 @@ def _read(facts: Facts, family: Family) -> Transformer:
             f"{facts.where}: {heads} heads of Mamba-2 are {width} wide; allowed: {inner} in all"
         )
     with naming(facts.where):
-        mamba = Mamba(heads=heads, width=own, groups=1, key_width=facts.integer("mamba_d_state", 256))
-    fields: dict[str, Any] = {"layer_types": tuple(types), "mamba": mamba}
-    fields["conv_taps"] = facts.integer("mamba_d_conv", 4)
-    return trunk(facts, family, sliding=last_layers(facts, family), **fields)
+        mamba = Mamba(
+            heads=heads,
+            width=own,
+            groups=facts.integer("mamba_n_groups", 1),
+            key_width=facts.integer("mamba_d_state", 256),
+        )
+    return {"mamba": mamba, "conv_taps": facts.integer("mamba_d_conv", 4)}
 
 
-_NAMES = {
+MAMBA_NAMES = {
     "mamba_in": ("mamba.in_proj.weight", "ssm_in.weight"),
     "conv": ("mamba.conv1d.weight", "ssm_conv1d.weight"),
     "conv_bias": ("mamba.conv1d.bias", "ssm_conv1d.bias"),
@@ -118,7 +128,7 @@ GRANITE_MOE = GRANITE._replace(
     layer={
         **LAYER,
         **EXPERTS,
-        **_NAMES,
+        **MAMBA_NAMES,
         "router": ("block_sparse_moe.router.layer.weight", "ffn_gate_inp.weight"),
         "experts_gate_up": ("block_sparse_moe.input_linear.weight", "ffn_gate_up_exps.weight"),
         "experts_down": ("block_sparse_moe.output_linear.weight", "ffn_down_exps.weight"),
@@ -130,7 +140,7 @@ GRANITE_MOE = GRANITE._replace(
     dense=GRANITE._replace(
         layer={
             **LAYER,
-            **_NAMES,
+            **MAMBA_NAMES,
             "gate_up": ("shared_mlp.input_linear.weight", ""),
             "down": ("shared_mlp.output_linear.weight", "ffn_down.weight"),
         },

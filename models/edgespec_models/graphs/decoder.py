@@ -57,7 +57,7 @@ class _StandardDecoder(GraphDecoder):
     medium = "ONNX Runtime's operators"
     lacks = frozenset(
         f"attention.{fact}" for fact in ("gates", "growth", "keys_of_another_layer", "known_rows")
-    )
+    ) | {"gated.squares"}
 
     def __init__(self, config: Transformer, plan: DecoderPlan) -> None:
         self.plan, self.precision = plan, plan.precision
@@ -210,7 +210,7 @@ class _StandardDecoder(GraphDecoder):
         spec = self.plan.linears[self.name(name)]
         return linear(self.op, self.read(x), spec, self.precision.activations)
 
-    def gated(self, x: Any, name: str, names: tuple[str, str], rows: int, activation: Activation) -> ir.Value:
+    def gated(self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> ir.Value:
         op, both = self.op, self.linear(x, name, dict.fromkeys(names, rows))
         gate, up = op.Split(both, [rows, rows], axis=-1, _outputs=2)
         if activation == "silu":

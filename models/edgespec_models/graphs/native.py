@@ -44,7 +44,7 @@ from edgespec_models.graphs.plan import DecoderPlan
 
 DOMAIN: Final = "edgespec"
 _OPSET = 23
-_GATES: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu"}
+_GATES: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu", "relu2": "squared"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class _NativeDecoder(GraphDecoder):
     ) -> _Product:
         return _Product(x, self.name(name))
 
-    def gated(self, x: Any, name: str, names: tuple[str, str], rows: int, activation: Activation) -> ir.Value:
+    def gated(self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> ir.Value:
         return self.multiplied(_Product(x, self.name(name)), gate=_GATES[activation])
 
     def add(self, x: Any, y: Any, name: str = "") -> ir.Value:
@@ -360,6 +360,7 @@ class _NativeDecoder(GraphDecoder):
             self.stored("router"),
             *biases,
             self.stored("selection_bias") if experts.selection_bias else None,
+            *([None] if y.gate == "squared" else []),
             *(weights for name in names for weights in self.matrices(name)),
             *behind,
             outputs=2,

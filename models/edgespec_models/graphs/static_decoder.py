@@ -296,7 +296,7 @@ class _StaticDecoder(GraphDecoder):
         return self.point(self.op.Add(x, y), self.name(name))
 
     def gated(
-        self, x: ir.Value, name: str, names: tuple[str, str], rows: int, activation: Activation
+        self, x: ir.Value, name: str, names: tuple[str, ...], rows: int, activation: Activation
     ) -> ir.Value:
         op, (of_gate, of_up) = self.op, names
         with scoped(self.builder, "mlp", "_StaticPart"):
