@@ -178,7 +178,11 @@ def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
         base: Any = importlib.import_module("conversion.base")
         base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
         base.TextModel._set_vocab_sentencepiece = base.TextModel._set_vocab_gpt2
-        for module, kind in (("gemma", "Gemma4Model"), ("glm", "Glm4Model")):  # want tokens of their models
+        for module, kind in (
+            ("gemma", "Gemma4Model"),
+            ("glm", "Glm4Model"),
+            ("glm", "Glm4MoeLiteModel"),
+        ):  # want tokens of their models
             family: Any = importlib.import_module(f"conversion.{module}")
             getattr(family, kind).set_vocab = base.TextModel._set_vocab_gpt2
     converter: Any = importlib.import_module("convert_hf_to_gguf")

@@ -31,6 +31,36 @@ inline void key_products(const Half* keys, int64_t ahead, const float* queries, 
     for (int t = 0; t < T; t++) store(scores + q * stride + t * kLanes, sums[q][t]);
 }
 
+// The same with keys that lie row by row.
+template <int M, int T>
+inline void row_products(const Half* keys, int64_t ahead, const float* queries, int64_t head_dim, float* scores,
+                         int64_t stride) {
+  for (int64_t k = 0; k < T * kLanes; k += T) {
+    F sums[M][T] = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      F row[T];
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) {
+        const Half* at = keys + (k + t) * head_dim + d;
+        row[t] = load(at);
+        if (d % (2 * kLanes) == 0) prefetch(at, ahead);
+      }
+#pragma GCC unroll 16
+      for (int q = 0; q < M; q++) {
+        const F x = load(queries + q * head_dim + d);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) sums[q][t] = fma(x, row[t], sums[q][t]);
+      }
+    }
+    for (int q = 0; q < M; q++)
+      for (int t = 0; t < T; t++) {
+        float lanes[kLanes];
+        store(lanes, sums[q][t]);
+        scores[q * stride + k + t] = add_lanes(lanes);
+      }
+  }
+}
+
 // Adds M queries' shares of `count` values, in D vectors of channels, to y. Values `ahead` bytes behind them are
 // prefetched.
 template <int M, int D>
@@ -81,9 +111,14 @@ constexpr int at_once(int queries) { return queries < kSums / 8 ? 8 : kSums / qu
 template <int M, int T = at_once(M)>
 void score(const Queries& q, int64_t first, Run run) {
   constexpr int64_t count = T * kLanes;
-  for (; run.from + count <= run.to; run.from += count, run.place += count * q.head_dim)
-    key_products<M, T>(q.keys + run.place, run.ahead, q.vectors + first * q.head_dim, q.head_dim,
-                       q.scores + first * q.stride + run.from - q.begin, q.stride);
+  const float* queries = q.vectors + first * q.head_dim;
+  for (; run.from + count <= run.to; run.from += count, run.place += count * q.head_dim) {
+    float* scores = q.scores + first * q.stride + run.from - q.begin;
+    if (q.keys == nullptr)
+      row_products<M, T>(q.values + run.place, run.ahead, queries, q.head_dim, scores, q.stride);
+    else
+      key_products<M, T>(q.keys + run.place, run.ahead, queries, q.head_dim, scores, q.stride);
+  }
   if constexpr (T > 1) score<M, T / 2>(q, first, run);
 }
 
@@ -94,12 +129,12 @@ void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
   const float* shares = q.scores + first * q.stride + run.from - q.begin;
   const int64_t count = run.to - run.from;
   float* y = q.vectors + first * q.head_dim;
-  for (; d + D * kLanes <= q.head_dim; d += D * kLanes)
+  for (; d + D * kLanes <= q.value_dim; d += D * kLanes)
     value_sums<M, D>(values + d, run.ahead, count, shares, q.stride, q.head_dim, y + d);
   if constexpr (D > 1)
     gather_values<M, D / 2>(q, first, run, d);
-  else if (d < q.head_dim)
-    last_value_sums<M>(values + d, count, shares, q.stride, q.head_dim, static_cast<size_t>(q.head_dim - d), y + d);
+  else if (d < q.value_dim)
+    last_value_sums<M>(values + d, count, shares, q.stride, q.head_dim, static_cast<size_t>(q.value_dim - d), y + d);
 }
 
 // Calls visit.template operator()<M>() with M equal to `count`.

@@ -280,6 +280,7 @@ void add_narrowings(Cases& cases) {
 struct Attended {
   int64_t head_dim, heads, rows, past, window;
   bool bidirectional;  // rows see those behind them, too
+  int64_t value_dim;   // below head_dim, values are the first channels of keys
 };
 
 void attend(const Kernels& kernels, Random& random, const Attended& a, Results& results) {
@@ -287,7 +288,7 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
   const int64_t count = a.heads * a.rows;
   const std::vector<float> vectors = random.reals(count * a.head_dim), sinks = random.reals(count, 8.0f);
   std::vector<Half> keys = halves(random.reals(capacity * a.head_dim, 4.0f));
-  std::vector<Half> values = halves(random.reals(capacity * a.head_dim));
+  std::vector<Half> values = halves(random.reals(capacity * a.head_dim, a.value_dim < a.head_dim ? 4.0f : 1.0f));
   for (int64_t token = tokens; token < capacity; token++)  // what lies there has no part in the answer
     for (int64_t d = 0; d < a.head_dim; d++) {
       const int64_t key = (token / kLanes * a.head_dim + d) * kLanes + token % kLanes;
@@ -322,9 +323,10 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     q.cap = a.heads == 3 ? 5.0f : 0.0f;
     q.vectors = y.data();
     q.table = {blocks.data(), 2, a.head_dim};
-    q.keys = keys.data();
+    q.keys = a.value_dim < a.head_dim ? nullptr : keys.data();
     q.values = values.data();
     q.head_dim = a.head_dim;
+    q.value_dim = a.value_dim;
     q.begin = q.spans[0].first / kLanes * kLanes;
     q.end = spans[static_cast<size_t>(last - 1)].limit;
     q.stride = score_stride(q.end - q.begin);
@@ -342,12 +344,13 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
 void add_attentions(Cases& cases) {
   constexpr int64_t spans[][3] = {{0, 0, 0},    {5, 0, 0},   {37, 7, 0},  // past tokens, window, bidirectional
                                   {200, 64, 0}, {300, 0, 0}, {37, 7, 1}};
-  for (const int64_t head_dim : {16, 24, 80, 128, 256})
+  constexpr int64_t widths[][2] = {{16, 16}, {24, 24}, {80, 80}, {128, 128}, {256, 256}, {48, 40}, {576, 512}};
+  for (const auto& [head_dim, value_dim] : widths)
     for (const auto& [past, window, bidirectional] : spans)
       for (const int64_t heads : {1, 3, 6})
         for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
-          const std::string name = text("attend, head", head_dim) + text(", past", past) + text(", heads", heads);
-          const Attended attended = {head_dim, heads, rows, past, window, bidirectional != 0};
+          const std::string name = text("attend, head", head_dim) + text(" and", value_dim) + text(", past", past) + text(", heads", heads);
+          const Attended attended = {head_dim, heads, rows, past, window, bidirectional != 0, value_dim};
           const auto run = [=](const Kernels& kernels, Random& random, Results& results) {
             attend(kernels, random, attended, results);
           };

@@ -77,9 +77,9 @@ struct Queries {
   const float* sinks;   // (count): scores that belong to no token, but have shares; null without
   float* vectors;       // (count, head_dim): rotated and scaled queries; then the sums of values by shares
   BlockTable table;
-  const Half* keys;     // of 16 tokens each: (head_dim, 16)
-  const Half* values;   // of each token: (head_dim)
-  int64_t head_dim;
+  const Half* keys;     // of 16 tokens each: (head_dim, 16); null if a token's key is its value's row, all of it
+  const Half* values;   // of each token: (head_dim), of which the first value_dim count
+  int64_t head_dim, value_dim;
   int64_t begin, end;   // of the tokens that any query sees; `begin` is a multiple of 16
   float* scores;        // (count, stride)
   float cap;            // the soft bound of scores; 0 without
