@@ -450,7 +450,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             tensors[f"{prefix}layer_scalar"] = (1,)
             if config.get("enable_moe_block"):
                 shaped |= _gemma4_experts(config)
-        if layer >= config.get("num_dense_layers", config.get("first_k_dense_replace", 0)) and "num_experts_per_tok" in config:
+        dense = config.get("num_dense_layers", config.get("first_k_dense_replace", 0))
+        if layer >= dense and "num_experts_per_tok" in config:
             shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
             shaped |= _experts(config)
         tensors |= {f"{prefix}{name}": shape for name, shape in shaped.items()}

@@ -1,7 +1,7 @@
 """The matrices of heads of latent attention in files, brought one below the other.
 
-Directories and old GGUF files hold a head's matrices for keys and for values in one tensor; new GGUF files hold
-tensors of three dimensions, that for keys turned.
+Directories and old GGUF files hold a head's matrices for keys and for values in one tensor; new GGUF files
+hold tensors of three dimensions, that for keys turned.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """GLM-4.7-Flash: latent attention (DeepSeek-AI 2024, arXiv 2405.04434) and experts.
 
-Latent attention is computed in its absorbed form: queries and results of heads are multiplied by matrices that
-other forms multiply keys and values by, and all heads share one head of keys. GGUF files of DeepSeek's models
-have the same architecture. All norms have one epsilon, as in llama.cpp; transformers has 1e-6 for two of them.
+Latent attention is computed in its absorbed form: queries and results of heads are multiplied by the matrices
+that other forms multiply keys and values by, and all heads share one head of keys. GGUF files of DeepSeek's
+models have the same architecture. All norms have one epsilon, as in llama.cpp; transformers has 1e-6 for two.
 """
 
 from collections.abc import Collection
