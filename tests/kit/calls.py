@@ -81,6 +81,17 @@ def _xml(calls: Sequence[Call]) -> str:
     return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
 
 
+def _pairs(calls: Sequence[Call], between: str = "") -> str:
+    def pair(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f"<arg_key>{key}</arg_key>{between}<arg_value>{text}</arg_value>{between}"
+
+    return "\n".join(
+        f"<tool_call>{name}{between}{''.join(map(pair, args, args.values()))}</tool_call>"
+        for name, args in calls
+    )
+
+
 def _python(call: Call) -> str:
     return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
 
@@ -115,6 +126,8 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("smollm3", lambda calls: "<code>\n" + "".join(f"x = {_python(call)}\n" for call in calls) + "</code>"),
     ("xml", _xml),
     ("xml", lambda calls: _xml(calls).replace("<tool_call>\n<function=", "<function=")),
+    ("glm", _pairs),
+    ("glm", lambda calls: _pairs(calls, "\n")),
     ("mistral", _list("[TOOL_CALLS]", "")),
     ("args", lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}" for name, args in calls)),
     ("granite", _list("<|tool_call|>", "")),
