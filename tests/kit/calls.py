@@ -126,8 +126,6 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("smollm3", lambda calls: "<code>\n" + "".join(f"x = {_python(call)}\n" for call in calls) + "</code>"),
     ("xml", _xml),
     ("xml", lambda calls: _xml(calls).replace("<tool_call>\n<function=", "<function=")),
-    ("glm", _pairs),
-    ("glm", lambda calls: _pairs(calls, "\n")),
     ("mistral", _list("[TOOL_CALLS]", "")),
     ("args", lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}" for name, args in calls)),
     ("granite", _list("<|tool_call|>", "")),
@@ -141,6 +139,8 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python)),
     ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python_of_json)),
     ("gemma4", _in_marks),
+    ("glm", _pairs),
+    ("glm", lambda calls: _pairs(calls, "\n")),
 )
 """Names of forms, and ways to write calls in them."""
 
