@@ -186,7 +186,11 @@ def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
             return config if config["model_type"] == "nemotron_h" else loaded(folder, *rest, **more)
 
         base.ModelBase.load_hparams = as_stated
-        for module, kind in (("gemma", "Gemma4Model"), ("glm", "Glm4Model")):  # want tokens of their models
+        for module, kind in (
+            ("gemma", "Gemma4Model"),
+            ("glm", "Glm4Model"),
+            ("glm", "Glm4MoeLiteModel"),
+        ):  # want tokens of their models
             family: Any = importlib.import_module(f"conversion.{module}")
             getattr(family, kind).set_vocab = base.TextModel._set_vocab_gpt2
     converter: Any = importlib.import_module("convert_hf_to_gguf")

@@ -150,6 +150,11 @@ _SHARED = _experts(256, 8, 512, expert_shared_feed_forward_length=512)
 _SIGMOID = _experts(32, 4, 1792, expert_gating_func=2, leading_dense_block_count=1)
 _FEW_CONVOLVE = {"attention.head_count_kv": [8 * (layer in (2, 5)) for layer in range(6)]}
 _YARN = {"type": "yarn", "factor": 32.0, "original_context_length": 4096}
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 768, "key_length_mla": 256, "value_length_mla": 256}
+_LATENT |= {"key_length": 576, "value_length": 512}
+_GLM = _experts(64, 4, 1536, expert_gating_func=2, leading_dense_block_count=1, expert_shared_count=1)
+_GLM |= {"expert_weights_scale": 1.8, "expert_weights_norm": True, "rope.dimension_count": 64}
+_GLM |= {f"attention.{key}": width for key, width in _LATENT.items()}
 _OSS = _experts(32, 4, 2880) | {f"rope.scaling.{key}": value for key, value in _YARN.items()}
 SHAPES = {
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936, 1e6),
@@ -187,6 +192,7 @@ SHAPES = {
         *("nemotron_h_moe", len(_NEMOTRON_30B), 2688, 1856, 32, 2, 128, 131_072, 1e4),
         _nemotron(_NEMOTRON_30B, 64, 64, 2, 1856, **_NEMOTRON_EXPERTS),
     ),
+    "glm-4.7-flash": Shape("deepseek2", 12, 2048, 10_240, 20, 1, 576, 154_880, 1e6, _GLM),
     "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
 }
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
@@ -207,7 +213,7 @@ def tensors(shape: Shape) -> Tensors:
     else:
         yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     yield f"{'token_embd' if lfm2 else 'output'}_norm.weight", (shape.hidden,), "F32"
-    if shape.architecture in ("qwen3moe", "qwen35moe", "gpt-oss", "nemotron_h", "nemotron_h_moe"):
+    if shape.architecture in ("qwen3moe", "qwen35moe", "gpt-oss", "nemotron_h", "nemotron_h_moe", "deepseek2"):
         yield "output.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     if shape.architecture == "llama":
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
@@ -233,7 +239,9 @@ def tensors(shape: Shape) -> Tensors:
             rows = _nemotron_layer(shape, layer, "Q6_K" if dear else "Q4_K")
         elif shape.architecture == "gemma4":
             rows = _gemma4_layer(shape, layer, "Q6_K" if dear else "Q4_K")
-        elif "expert_count" in facts and layer >= facts.get("leading_dense_block_count", 0):
+        if shape.architecture == "deepseek2":
+            rows = _latent_layer(shape, "Q6_K" if dear else "Q4_K")
+        if "expert_count" in facts and layer >= facts.get("leading_dense_block_count", 0):
             dense = ("ffn_gate", "ffn_up", "ffn_down")
             rows = chain((row for row in rows if row[0] not in dense), _mixture(shape, dear))
         for name, size, form in rows:
@@ -263,8 +271,11 @@ def _mixture(shape: Shape, dear: bool) -> Tensors:
         biases |= dict.fromkeys(("attn_k", "attn_v"), (64 * shape.kv_heads,))
         yield from ((f"{name}.bias", size, "F32") for name, size in biases.items())
         yield "attn_sinks", (shape.heads,), "F32"
-    if shape.architecture == "lfm2moe":
+    if shape.architecture in ("lfm2moe", "deepseek2"):
         yield "exp_probs_b.bias", (count,), "F32"
+    if shape.architecture == "deepseek2":
+        yield from ((f"ffn_{part}_shexp", (width, hidden), "Q4_K") for part in ("gate", "up"))
+        yield "ffn_down_shexp", (hidden, width), down
     if shape.architecture == "qwen35moe":
         shared = shape.facts["expert_shared_feed_forward_length"]
         yield "ffn_gate_inp_shexp", (hidden,), "F32"
@@ -319,6 +330,23 @@ def _gemma4_layer(shape: Shape, layer: int, dear: str) -> Tensors:
     norms = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "post_norm")
     yield from ((name, (hidden,), "F32") for name in norms)
     yield "layer_output_scale", (1,), "F32"
+
+
+def _latent_layer(shape: Shape, dear: str) -> Tensors:
+    hidden, mlp, heads = shape.hidden, shape.mlp, shape.heads
+    names = "kv_lora_rank", "q_lora_rank", "key_length_mla", "value_length_mla"
+    rank, query_rank, key, value = (shape.facts[f"attention.{name}"] for name in names)
+    turned = shape.facts["rope.dimension_count"]
+    yield from ((name, (hidden,), "F32") for name in ("attn_norm", "ffn_norm"))
+    yield from (("attn_q_a_norm", (query_rank,), "F32"), ("attn_kv_a_norm", (rank,), "F32"))
+    yield "attn_q_a", (query_rank, hidden), "Q4_K"
+    yield "attn_q_b", (heads * key, query_rank), "Q4_K"
+    yield "attn_kv_a_mqa", (rank + turned, hidden), "Q8_0"
+    yield "attn_k_b", (heads, rank, key - turned), "Q8_0"
+    yield "attn_v_b", (heads, value, rank), "Q8_0"
+    yield "attn_output", (hidden, heads * value), "Q4_K"
+    yield from ((name, (mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
+    yield "ffn_down", (hidden, mlp), dear
 
 
 def _mamba_layer(shape: Shape, dear: str) -> Tensors:

@@ -54,7 +54,7 @@ _BESIDE: Final = ("type", "id", "index", "call_id")  # what may stand beside a n
 _KEYS: Final = (*_NAMES, *_WRAPPERS, *_BESIDE, *ARGUMENTS)
 _NAMESPACE: Final = re.compile(r"[.:/]")
 _INNER: Final = ("</function>", "</parameter>")
-_MAY_CALL: Final = re.compile(r"""[\[{(\s]*(?:\Z|["'<]|[\w.:/$-]+\s*(?:\Z|[\[{(=]))""")  # behind a mark
+_MAY_CALL: Final = re.compile(r"""[\[{(\s]*(?:\Z|["'<]|[\w.:/$-]+\s*(?:\Z|[\[{(=<]))""")  # behind a mark
 _NAMED: Final = re.compile(r"""\s*:\s*["']([^"']*)["']""")  # behind a name's key
 _FUNCTION, _PARAMETER = (
     re.compile(rf"""\s*<{tag}(?:=|\s+name=)\s*["']?([^>"'\n]+?)["']?\s*>""")
@@ -280,7 +280,7 @@ class _Block:
         has_mark: bool,
         lenient: bool,
     ) -> None:
-        self._tag, self._tools, self._has_mark = tag, tools, has_mark
+        self._tag, self._tools, self._has_mark, self._form = tag, tools, has_mark, form.name
         self._lenient, self._may_miss = lenient, 0
         # it may be other JSON, another program, or within a text
         self._is_bare = tag not in form.tags or tag == "<code>" or form.raw
@@ -363,12 +363,32 @@ class _Block:
         if values.take("[CALL_ID]"):
             values.word()
         values.take("[ARGS]")
+        if self._form == "glm" and values.peek() == "<":
+            return name, self._pairs(name)
         if "```" in self._tag or values.peek() not in ("{", "("):
             raise ValueError("no arguments")
         values.is_python = values.peek() == "("
         call = name, values.table(self._schemas(name))
         values.is_python = False
         return call
+
+    def _pairs(self, name: str) -> dict[str, Any]:
+        """Read ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument, and the mark."""
+        values, arguments = self._values, dict[str, Any]()
+        parameters = table(self._tools.get(name))
+        properties = properties_of(parameters)
+
+        def up_to(end: str) -> str:
+            start, values.at = values.at, values.text.index(end, values.at) + len(end)
+            return values.text[start : values.at - len(end)]
+
+        while values.take("<arg_key>"):
+            key = up_to("</arg_key>").strip()
+            values.need("<arg_value>")
+            arguments[key] = typed(up_to("</arg_value>"), summary(parameters, properties.get(key, {})))
+        if not self._lenient:
+            values.need("</tool_call>")
+        return arguments
 
     def _statement(self) -> Called:
         """Read a call in a program, whose result may be assigned to a name."""

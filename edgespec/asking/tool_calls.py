@@ -222,7 +222,7 @@ def marks_of(form: "Form", names: Sequence[str], tokenizer: Tokenizer) -> re.Pat
     else:
         marks = rf"""\{{{{1,2}}\s*"name"\s*:\s*"{name}"\s*,\s*"(?:arguments|parameters)"\s*:"""
     mark = form.around[0].rstrip("[\n")
-    if mark and form.name != "harmony" and form.call not in (_in_python, _in_marks):
+    if mark and form.name != "harmony" and form.call not in (_in_python, _in_marks, _in_pairs):
         is_token = tokenizer.special_id(mark) or tokenizer.id_of_bytes(mark.encode())
         follows = "" if is_token else r"\s*[\[{<]"
         marks = f"{re.escape(mark)}{follows}|{marks}"
@@ -307,19 +307,27 @@ def _in_xml(function: Function) -> str:
     return _in_turn(function, _xml_members(function), f"<function={function['name']}>\n", "", "</function>")
 
 
-def _xml_members(function: Function) -> dict[str, str]:
-    """Rules of the arguments between tags, by their names."""
+def _in_pairs(function: Function) -> str:
+    """The name, and tags around the name and the value of each argument."""
+    tags = "<arg_key>{}</arg_key><arg_value>", "</arg_value>", "PAIRED"
+    return _in_turn(function, _xml_members(function, *tags), function["name"], "", "")
+
+
+def _xml_members(
+    function: Function, begin: str = "<parameter={}>\n", end: str = "\n</parameter>\n", free: str = "FREE"
+) -> dict[str, str]:
+    """Rules of the arguments between tags, by their names; ``free`` is that of texts."""
     parameters, members = table(function.get("parameters")), dict[str, str]()
-    end, held = _quoted("\n</parameter>\n"), _held_by(function)
+    end, held = _quoted(end), _held_by(function)
     for key, schema in properties_of(parameters).items():
         own = summary(parameters, schema)
         if values := allowed_values(own):
             value = f"({' | '.join(_quoted(plain(value)) for value in values)}) {end}"
         elif _is_free(own):
-            value = "FREE"
+            value = free
         else:
             value = f"{held(schema)} {end}"
-        members[key] = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
+        members[key] = f"{_quoted(begin.format(key))} {value}"
     return members
 
 
@@ -419,13 +427,13 @@ def _unheld(form: "Form", function: Function) -> list[Unheld]:
     These are rules for all arguments, bounds of texts between tags, and between marks all but types and
     listed values.
     """
-    if form.call not in (_in_xml, _in_python, _in_marks):
+    if form.call not in (_in_xml, _in_pairs, _in_python, _in_marks):
         return []
     parameters = table(function.get("parameters"))
     unheld = [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
     for name, schema in properties_of(parameters).items():
         own, ignored = summary(parameters, schema), dict[str, Any]()
-        if form.call is _in_xml and _is_free(own):
+        if form.call in (_in_xml, _in_pairs) and _is_free(own):
             ignored = keywords_of(parameters, schema, _OF_TEXTS)
         elif form.call is _in_marks and not _is_plain(own):
             ignored = {key: value for key, value in schema.items() if key not in _HELD_IN_MARKS}
@@ -468,8 +476,9 @@ _PLAIN: Final = frozenset(("integer", "number", "boolean", "null"))
 _HELD_IN_MARKS: Final = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "description", "title")
 _OF_ALL: Final = ("anyOf", "oneOf", "minProperties", "maxProperties")
 _OF_TEXTS: Final = ("minLength", "maxLength", "pattern", "format")
-_FREE: Final = 'FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\\n"'
-"""A text between tags, up to the closing one."""
+_FREE: Final = """FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\\n"
+PAIRED: (/(?s:.*)/ & ~/(?s:.*<\\/arg_value>.*)/) "</arg_value>\""""
+"""Texts between tags, up to the closing one."""
 _TAGGED: Final = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 _SHOWS_TAGGED: Final = r'<tool_call>[^<]{0,200}\\?"name\\?":'
 _SHOWS_BARE: Final = r'\{"name": [^}{"]*, ?"parameters": |\[\w+\(\w+=\w'  # JSON, or a list of Python's
@@ -502,6 +511,13 @@ FORMS: Final = (
     Form("lfm2", r"<\|tool_call_start\|>|List of tools: ", ("<|tool_call_start|>",), _PYTHON, _in_python),
     Form("args", r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", _MISTRAL, (*_MISTRAL, *_MISTRAL, ""), _in_args),
     Form("mistral", r"\[TOOL_CALLS\]", _MISTRAL, ("[TOOL_CALLS][", ", ", "]")),
+    Form(
+        "glm",
+        "<arg_key>",
+        ("<tool_call>",),
+        ("<tool_call>", "</tool_call><tool_call>", "</tool_call>"),
+        _in_pairs,
+    ),
     Form("xml", r"<tool_call>(?:\\n|\s)*<function=", ("<tool_call>", "<function="), _TAGGED, _in_xml),
     Form("smollm3", rf"python_tools(?s:.)*{_SHOWS_TAGGED}", ("<tool_call>", "<code>"), _TAGGED),
     Form("hermes", _SHOWS_TAGGED, ("<tool_call>",), _TAGGED),

@@ -23,6 +23,8 @@ namespace edgespec {
 // beside the scores of the tokens, with no value. With a `cap`, a score s becomes cap * tanh(s / cap).
 // The keys and values of a sequence's first `injected_rows` rows are injected. These rows have no queries and no
 // results. With `bidirectional`, a row also sees the later rows of its sequence.
+// With a `value_dim` below the width of a head attention is latent: values are the first channels of the keys. Only the
+// keys are kept, row by row, and only those channels are normalized. The others are rotated.
 template <Cells kCells>
 class AttentionOver {
   static constexpr auto kCell = kCells == Cells::halves ? ort::kFloat16 : ort::kInt8;
@@ -31,7 +33,7 @@ class AttentionOver {
  public:
   static constexpr const char* kName = kCells == Cells::halves ? "Attention" : "Attention8";
   static constexpr ort::Inputs kInputs{{
-      {"packed", ort::kFloat}, {"past_key", kCell}, {"past_value", kCell}, {"sequences", ort::kInt64},
+      {"packed", ort::kFloat}, {"past_key", kCell}, {"past_value", kCell, ort::kOptional}, {"sequences", ort::kInt64},
       {"blocks", ort::kInt64}, {"cos", ort::kFloat, ort::kOptional}, {"sin", ort::kFloat, ort::kOptional},
       {"query_gain", ort::kFloat, ort::kOptional}, {"key_gain", ort::kFloat, ort::kOptional},
       {"sinks", ort::kFloat, ort::kOptional}, {"injected", ort::kFloat, ort::kOptional},
@@ -43,6 +45,7 @@ class AttentionOver {
         heads_(info.number("heads")),
         kv_heads_(info.number("kv_heads")),
         head_dim_(info.number("head_dim")),
+        value_dim_(info.number("value_dim", head_dim_)),
         window_(info.number("window")),
         interleaved_(info.number("interleaved") != 0),
         bidirectional_(info.number("bidirectional", 0) != 0),
@@ -58,6 +61,9 @@ class AttentionOver {
     require(kCells == Cells::halves || head_dim_ % kScaled == 0,
             "a head's width is no multiple of the 32 channels that share a scale");
     if (info.number("normed_values", 0) != 0) units_.assign(static_cast<size_t>(head_dim_), 1.0f);
+    const bool shared = kv_heads_ == 1 && head_dim_ % kLanes == 0 && units_.empty() && distance_ == 0;
+    require(value_dim_ > 0 && value_dim_ <= head_dim_ && (shared || !latent()), "values have an impossible width");
+    require(kCells == Cells::halves || !latent(), "latent attention keeps float16");
     require(window_ >= 0, "an attention window is negative");
     require(distance_ >= 0 && distance_ <= head_dim_ / 2, "pairs that turn lie farther apart than half a head");
     require(step_ >= 0, "queries grow after a negative number of tokens");
@@ -71,7 +77,7 @@ class AttentionOver {
     s.gated = width == 2 * (queries + keys);
     s.shared = width == queries;
     s.value_step = width == queries + keys ? 0 : keys;
-    const bool fits = s.gated || s.shared || width == queries + keys || width == queries + 2 * keys;
+    const bool fits = width == queries + keys || (!latent() && (s.gated || s.shared || width == queries + 2 * keys));
     require(packed.shape.size() == 3 && fits,
             "attention's input is not float32 (1, rows, heads and twice the heads of keys)");
     s.packed = packed.floats();
@@ -84,11 +90,11 @@ class AttentionOver {
     cache(pass, s);
     give_blocks(sequences, pass.input(kInputs["blocks"]), s.extents * (kExtent / kTokens), !s.shared);
     rotation(pass, s, sequences);
-    s.query_gain = pass.vector(kInputs["query_gain"], head_dim_, "a gain is not as wide as a head");
-    s.key_gain = pass.vector(kInputs["key_gain"], head_dim_, "a gain is not as wide as a head");
+    s.query_gain = pass.vector(kInputs["query_gain"], value_dim_, "a gain is not as wide as a head");
+    s.key_gain = pass.vector(kInputs["key_gain"], value_dim_, "a gain is not as wide as a head");
     s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
-    s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
+    s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * value_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
     const auto append_one = [&](int64_t i) {
       append(s, sequences[i / kv_heads_], i % kv_heads_, s.packed + heads_ * s.query_step, width, s.value_step);
@@ -120,7 +126,7 @@ class AttentionOver {
               std::vector<Rows>& sequences) const {
     const Tensor numbers = pass.input(kInputs["injected_rows"]);
     const int64_t keys = kv_heads_ * head_dim_;
-    require(injected.shape.size() == 3 && injected.last() == 2 * keys && !s.shared,
+    require(injected.shape.size() == 3 && injected.last() == 2 * keys && !s.shared && !latent(),
             "injected keys and values are not float32 (1, rows, twice the heads of keys)");
     require(numbers && numbers.size() == static_cast<int64_t>(sequences.size()),
             "the counts of injected rows are no int64 (sequences)");
@@ -177,7 +183,7 @@ class AttentionOver {
   // Sets the cache of `s`, which is written in place if the pass binds the same buffer as input and output.
   void cache(const Pass& pass, State& s) const {
     uint8_t** const present[] = {&s.keys, &s.values};
-    for (size_t i = 0; i < 2; i++) {
+    for (size_t i = 0; i < (latent() ? 1 : 2); i++) {
       const Tensor past = pass.input(kInputs["past_key"] + i);
       const bool shaped = past.shape.size() == 4 && past.shape[1] == kv_heads_ && past.shape[2] == kExtent &&
                           past.shape[3] * static_cast<int64_t>(sizeof(Cell)) == row();
@@ -186,6 +192,7 @@ class AttentionOver {
       s.extents = past.shape[0];
       *present[i] = static_cast<uint8_t*>(s.shared ? past.data : kept<Cell>(pass, 1 + i, past));
     }
+    if (latent()) s.values = s.keys;
   }
 
   // Bytes of the keys or values of a token's head.
@@ -195,7 +202,7 @@ class AttentionOver {
     const Tensor cos = pass.input(kInputs["cos"]), sin = pass.input(kInputs["sin"]);
     if (!cos && !sin) return;
     const bool shaped = cos && sin && cos.shape.size() == 2 && cos.shape == sin.shape &&
-                        cos.last() <= (distance_ > 0 ? distance_ : head_dim_ / 2);
+                        cos.last() <= (distance_ > 0 ? distance_ : (head_dim_ - turned()) / 2);
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
     for (const Rows& rows : sequences)
       require(rows.past + rows.count <= cos.shape[0], "a pass goes beyond the rotary tables");
@@ -207,20 +214,21 @@ class AttentionOver {
   // Normalizes a head's channels, rotates them for `position`, and multiplies them by `factor`.
   void prepare(const State& s, const float* x, const float* gain, int64_t position, float factor, float* y) const {
     if (gain != nullptr)
-      kernels_.normalize(x, gain, epsilon_, head_dim_, y);
-    else
-      std::copy(x, x + head_dim_, y);
+      kernels_.normalize(x, gain, epsilon_, value_dim_, y);
+    const int64_t normed = gain != nullptr ? value_dim_ : 0;
+    std::copy(x + normed, x + head_dim_, y + normed);
     const int64_t apart = distance_ > 0 ? distance_ : s.pairs;
     const float *cos = s.cos + position * s.pairs, *sin = s.sin + position * s.pairs;
+    float* turning = y + turned();
     const auto rotate = [&](float& a, float& b, int64_t i) {
       const float first = a, second = b;
       a = first * cos[i] - second * sin[i];
       b = second * cos[i] + first * sin[i];
     };
     if (interleaved_)
-      for (int64_t i = 0; i < s.pairs; i++) rotate(y[2 * i], y[2 * i + 1], i);
+      for (int64_t i = 0; i < s.pairs; i++) rotate(turning[2 * i], turning[2 * i + 1], i);
     else  // a loop of its own, which compilers turn into vectors
-      for (int64_t i = 0; i < s.pairs; i++) rotate(y[i], y[apart + i], i);
+      for (int64_t i = 0; i < s.pairs; i++) rotate(turning[i], turning[apart + i], i);
     if (factor != 1.0f)
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
   }
@@ -241,6 +249,10 @@ class AttentionOver {
       const float* x = from + (rows.first + r) * width + head * head_dim_;
       const int64_t token = rows.past + r, lane = token % kLanes, first = head * kExtent * row();
       prepare(s, x, s.key_gain, token, 1.0f, channels.get());
+      if (latent()) {
+        write(channels.get(), s.keys + table.of(token), 1, 0);
+        continue;
+      }
       write(channels.get(), s.keys + first + table.of(token - lane), kLanes, lane);
       const float* value = x + value_step;
       if (!units_.empty()) {
@@ -289,9 +301,10 @@ class AttentionOver {
     q.vectors = vectors.get();
     q.table = {rows.blocks, kv_heads_, row()};
     q.cells = kCells;
-    q.keys = s.keys + kv_head * kExtent * row();
+    q.keys = latent() ? nullptr : s.keys + kv_head * kExtent * row();
     q.values = s.values + kv_head * kExtent * row();
     q.head_dim = head_dim_;
+    q.value_dim = value_dim_;
     q.begin = spans.get()[0].first / kLanes * kLanes;
     q.end = spans.get()[count - 1].limit;
     q.stride = score_stride(q.end - q.begin);
@@ -301,14 +314,17 @@ class AttentionOver {
     kernels_.attend(q);
     for (int64_t i = 0; i < count; i++) {
       const float* x = vectors.get() + i * head_dim_;
-      float* y = s.y + ((rows.first + row_of(i)) * heads_ + head_of(i)) * head_dim_;
-      std::copy(x, x + head_dim_, y);
+      float* y = s.y + ((rows.first + row_of(i)) * heads_ + head_of(i)) * value_dim_;
+      std::copy(x, x + value_dim_, y);
       if (s.gated) kernels_.multiply(Gate::sigmoid, query(i) + head_dim_, head_dim_, y);
     }
   }
 
+  bool latent() const { return value_dim_ < head_dim_; }
+  int64_t turned() const { return latent() ? value_dim_ : 0; }  // the first channel of a head that is rotated
+
   const Kernels& kernels_;
-  int64_t heads_, kv_heads_, head_dim_, window_;
+  int64_t heads_, kv_heads_, head_dim_, value_dim_, window_;
   bool interleaved_, bidirectional_;
   int64_t distance_, step_;  // distance_: between the channels of a pair; 0 if it is the number of pairs
   float growth_, scale_, epsilon_, cap_;

@@ -68,6 +68,36 @@ inline void key_products(const uint8_t* keys, int64_t row, int64_t ahead, const 
     for (int t = 0; t < T; t++) store(scores + q * stride + t * kLanes, sums[q][t]);
 }
 
+// The same with keys of float16 that lie row by row.
+template <int M, int T>
+inline void row_products(const uint8_t* keys, int64_t row, int64_t ahead, const float* queries, int64_t head_dim,
+                         float* scores, int64_t stride) {
+  for (int64_t k = 0; k < T * kLanes; k += T) {
+    F sums[M][T] = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      F key[T];
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) {
+        const uint8_t* at = keys + (k + t) * row + d / kLanes * HalfCells::kBytes;
+        key[t] = half(at);
+        if (d % (2 * kLanes) == 0) prefetch(at, ahead);
+      }
+#pragma GCC unroll 16
+      for (int q = 0; q < M; q++) {
+        const F x = load(queries + q * head_dim + d);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) sums[q][t] = fma(x, key[t], sums[q][t]);
+      }
+    }
+    for (int q = 0; q < M; q++)
+      for (int t = 0; t < T; t++) {
+        float lanes[kLanes];
+        store(lanes, sums[q][t]);
+        scores[q * stride + k + t] = add_lanes(lanes);
+      }
+  }
+}
+
 // Adds M queries' shares of `count` values, in D vectors of channels, to y. Values `ahead` bytes behind them are
 // prefetched.
 template <class C, int M, int D>
@@ -122,9 +152,14 @@ template <class C, int M, int T = at_once(M)>
 void score(const Queries& q, int64_t first, Run run) {
   constexpr int64_t count = T * kLanes;
   const int64_t row = q.table.row;
-  for (; run.from + count <= run.to; run.from += count, run.place += count * row)
-    key_products<C, M, T>(q.keys + run.place, row, run.ahead, q.vectors + first * q.head_dim, q.head_dim,
-                          q.scores + first * q.stride + run.from - q.begin, q.stride);
+  const float* queries = q.vectors + first * q.head_dim;
+  for (; run.from + count <= run.to; run.from += count, run.place += count * row) {
+    float* scores = q.scores + first * q.stride + run.from - q.begin;
+    if (!C::kScales && q.keys == nullptr)
+      row_products<M, T>(q.values + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
+    else
+      key_products<C, M, T>(q.keys + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
+  }
   if constexpr (T > 1) score<C, M, T / 2>(q, first, run);
 }
 
@@ -136,13 +171,13 @@ void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
   const int64_t count = run.to - run.from;
   float* y = q.vectors + first * q.head_dim;
   const int64_t row = q.table.row;
-  for (; d + D * kLanes <= q.head_dim; d += D * kLanes)
+  for (; d + D * kLanes <= q.value_dim; d += D * kLanes)
     value_sums<C, M, D>(values, row, run.ahead, count, shares, q.stride, q.head_dim, d, y);
   if constexpr (D > 1)
     gather_values<C, M, D / 2>(q, first, run, d);
-  else if (!C::kScales && d < q.head_dim)
+  else if (!C::kScales && d < q.value_dim)
     last_value_sums<M>(values + 2 * d, row, count, shares, q.stride, q.head_dim,
-                       static_cast<size_t>(q.head_dim - d), y + d);
+                       static_cast<size_t>(q.value_dim - d), y + d);
 }
 
 // Calls visit.template operator()<M>() with M equal to `count`.

@@ -296,6 +296,7 @@ struct Attended {
   Cells cells;
   int64_t head_dim, heads, rows, past, window;
   bool bidirectional;  // rows see those behind them, too
+  int64_t value_dim;   // below head_dim, values are the first channels of keys
 };
 
 void attend(const Kernels& kernels, Random& random, const Attended& a, Results& results) {
@@ -303,7 +304,8 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
   const int64_t count = a.heads * a.rows;
   const std::vector<float> vectors = random.reals(count * a.head_dim), sinks = random.reals(count, 8.0f);
   std::vector<float> key_numbers = random.reals(capacity * a.head_dim, 4.0f);
-  std::vector<float> value_numbers = random.reals(capacity * a.head_dim);
+  std::vector<float> value_numbers =
+      random.reals(capacity * a.head_dim, a.value_dim < a.head_dim ? 4.0f : 1.0f);
   for (int64_t i = tokens * a.head_dim; i < capacity * a.head_dim; i++)  // what lies there has no part in the answer
     key_numbers[static_cast<size_t>(i)] = value_numbers[static_cast<size_t>(i)] = kNothing;
   // Two blocks lie one behind the other and the third is the next extent's first, the last three before the others; the
@@ -336,9 +338,10 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     q.vectors = y.data();
     q.table = {blocks.data(), 2, row};
     q.cells = a.cells;
-    q.keys = keys.data();
+    q.keys = a.value_dim < a.head_dim ? nullptr : keys.data();
     q.values = values.data();
     q.head_dim = a.head_dim;
+    q.value_dim = a.value_dim;
     q.begin = q.spans[0].first / kLanes * kLanes;
     q.end = spans[static_cast<size_t>(last - 1)].limit;
     q.stride = score_stride(q.end - q.begin);
@@ -356,21 +359,25 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
 void add_attentions(Cases& cases) {
   constexpr int64_t spans[][3] = {{0, 0, 0},    {5, 0, 0},   {37, 7, 0},  // past tokens, window, bidirectional
                                   {200, 64, 0}, {300, 0, 0}, {37, 7, 1}};
-  constexpr std::pair<Cells, int64_t> forms[] = {{Cells::halves, 16},  {Cells::halves, 24},  {Cells::halves, 80},
-                                                 {Cells::halves, 128}, {Cells::halves, 256}, {Cells::bytes, 32},
-                                                 {Cells::bytes, 128},  {Cells::bytes, 160}};
-  for (const auto& [cells, head_dim] : forms)
+  constexpr std::pair<int64_t, int64_t> halves[] = {{16, 16},   {24, 24},   {80, 80},  {128, 128},
+                                                    {256, 256}, {48, 40}, {576, 512}};
+  constexpr std::pair<int64_t, int64_t> bytes[] = {{32, 32}, {128, 128}, {160, 160}};
+  const auto add = [&](Cells cells, int64_t head_dim, int64_t value_dim) {
     for (const auto& [past, window, bidirectional] : spans)
       for (const int64_t heads : {1, 3, 6})
         for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
           const std::string form = cells == Cells::bytes ? "attend over bytes, head" : "attend, head";
-          const std::string name = text(form.c_str(), head_dim) + text(", past", past) + text(", heads", heads);
-          const Attended attended = {cells, head_dim, heads, rows, past, window, bidirectional != 0};
+          const std::string name = text(form.c_str(), head_dim) + text(" and", value_dim) + text(", past", past) +
+                                   text(", heads", heads);
+          const Attended attended = {cells, head_dim, heads, rows, past, window, bidirectional != 0, value_dim};
           const auto run = [=](const Kernels& kernels, Random& random, Results& results) {
             attend(kernels, random, attended, results);
           };
           cases.push_back({name + text(", rows", rows) + (bidirectional ? ", bidirectional" : ""), run});
         }
+  };
+  for (const auto& [head_dim, value_dim] : halves) add(Cells::halves, head_dim, value_dim);
+  for (const auto& [head_dim, value_dim] : bytes) add(Cells::bytes, head_dim, value_dim);
 }
 
 // ---- Delta nets ----------------------------------------------------------------------------------------

@@ -136,10 +136,12 @@ struct Tables {
 template <Cells kCells = Cells::halves>
 void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t kv_heads = 1 + choices.below(3), heads = kv_heads * (1 + choices.below(3));
-  const bool halves = kCells == Cells::halves;
-  const int64_t head_dim = halves ? 2 + choices.below(70) : choices.number(kScaled * (1 + choices.below(3)));
+  const bool halves = kCells == Cells::halves, latent = halves && kv_heads == 1 && choices.below(2);
+  int64_t head_dim = latent ? 16 * (1 + choices.below(4)) : 2 + choices.below(70);
+  if (!halves) head_dim = choices.number(kScaled * (1 + choices.below(3)));
+  const int64_t value_dim = latent ? head_dim - 2 * (1 + choices.below(7)) : head_dim;
   const int64_t rows = 1 + choices.below(20), past = choices.below(120);
-  const int64_t half = head_dim / (choices.below(2) ? 4 : 2);
+  const int64_t half = (latent ? head_dim - value_dim : head_dim) / (choices.below(2) ? 4 : 2);
   const int64_t sequences = 1 + choices.below(3), count = 8 * (1 + choices.below(2));
   Tables tables;
   for (int64_t i = 0; i < sequences; i++)
@@ -149,11 +151,12 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
   const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
-  const Shape shapes[] = {{1, sequences * (rows - injected), packed[choices.below(4)] * head_dim}, cache, cache,
-                          {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {head_dim}, {head_dim},
+  const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, cache, cache,
+                          {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {value_dim}, {value_dim},
                           {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences}};
   const uint8_t left_out = choices.byte();
-  for (int i = 0; i < (injected > 0 ? 12 : 10); i++) add(choices, node, shapes[i], i < 5 || !(left_out >> (i - 5) & 1));
+  for (int i = 0; i < (injected > 0 ? 12 : 10); i++)
+    add(choices, node, shapes[i], i < 5 ? !(latent && i == 2) : !(left_out >> (i - 5) & 1));
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
   const std::vector<int64_t> counts(static_cast<size_t>(sequences), choices.number(injected));
@@ -163,8 +166,9 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
                   {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},
                   {"window", choices.number(choices.below(2) ? choices.below(64) : 0)}};
   node.reals = {{"scale", choices.below(2) ? 0.25f : 1.0f}, {"epsilon", 1e-5f}};
-  if (choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
-  if (choices.below(2)) node.numbers["normed_values"] = 1;
+  if (latent) node.numbers["value_dim"] = choices.number(value_dim);
+  if (!latent && choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
+  if (!latent && choices.below(2)) node.numbers["normed_values"] = 1;
   if (choices.below(2)) node.numbers["bidirectional"] = 1;
   if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
   if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
@@ -343,6 +347,16 @@ void fill_clusters(Choices& choices, OrtKernelInfo& node) {
   node.texts = {{"format", broken(choices, kFormats[format].name)}};
 }
 
+void fill_head_linear(Choices& choices, OrtKernelInfo& node) {
+  const int64_t format = choices.below(kFormatCount), heads = 1 + choices.below(4), outputs = 16 * (1 + choices.below(3));
+  const int64_t inputs = 256 * (1 + choices.below(2)), rows = choices.below(60);
+  add(choices, node, {1, rows, heads * (inputs + choices.below(20))});
+  add(choices, node, {size_of(format, heads * outputs, inputs)});
+  node.numbers = {{"heads", choices.number(heads)}, {"inputs", choices.number(inputs)},
+                  {"width", choices.number(outputs)}};
+  node.texts = {{"format", broken(choices, kFormats[format].name)}};
+}
+
 void fill_head_gate(Choices& choices, OrtKernelInfo& node) {
   const int64_t heads = choices.below(20), head_dim = choices.below(70), rows = choices.below(12);
   for (const int64_t width : {heads * head_dim, heads}) add(choices, node, {1, rows, width});
@@ -353,7 +367,7 @@ constexpr std::pair<std::string_view, void (*)(Choices&, OrtKernelInfo&)> kFill[
     {"Attention8", fill_attention<Cells::bytes>}, {"Embedding", fill_embedding}, {"Choose", fill_logits},
     {"Delta", fill_delta}, {"Mamba", fill_mamba}, {"ShortConv", fill_convolution}, {"Experts", fill_experts},
     {"LayerInputs", fill_layer_inputs}, {"InputGate", fill_input_gate}, {"Cap", fill_logits},
-    {"Clusters", fill_clusters}, {"HeadGate", fill_head_gate}};
+    {"Clusters", fill_clusters}, {"HeadGate", fill_head_gate}, {"HeadLinear", fill_head_linear}};
 
 // A node of one of the operators, and the set of instructions that runs it besides the plain set.
 OrtKernelInfo node_of(const uint8_t* data, size_t size, const Operators& operators, size_t* number, std::string* set) {

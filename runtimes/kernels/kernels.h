@@ -92,9 +92,10 @@ struct Queries {
   float* vectors;       // (count, head_dim): rotated and scaled queries; then the sums of values by shares
   BlockTable table;
   Cells cells;
-  const uint8_t* keys;    // of 16 tokens each: (head_dim, 16), then scales (head_dim / 32, 16)
-  const uint8_t* values;  // of each token: (head_dim), then scales (head_dim / 32)
-  int64_t head_dim;
+  const uint8_t* keys;    // of 16 tokens each: (head_dim, 16), then scales (head_dim / 32, 16); null if a token's key
+                          // is its value's row, all of it
+  const uint8_t* values;  // of each token: (head_dim), of which the first value_dim count; then scales (head_dim / 32)
+  int64_t head_dim, value_dim;
   int64_t begin, end;   // of the tokens that any query sees; `begin` is a multiple of 16
   float* scores;        // (count, stride)
   float cap;            // the soft bound of scores; 0 without

@@ -10,6 +10,7 @@
 #include "delta.h"
 #include "experts.h"
 #include "gates.h"
+#include "head_linear.h"
 #include "linear.h"
 #include "logits.h"
 #include "lookup.h"
@@ -107,7 +108,7 @@ struct DomainOf {
 };
 
 // Every operator, each from a header above.
-using Domain = DomainOf<Linear, Experts, Attention, Attention8, HeadGate, Delta, Mamba, ShortConv, Embedding,
+using Domain = DomainOf<Linear, HeadLinear, Experts, Attention, Attention8, HeadGate, Delta, Mamba, ShortConv, Embedding,
                         LayerInputs, InputGate, Cap, Clusters, Choose>;
 
 // Nothing says when ONNX Runtime no longer needs a domain, so none is freed, not even when the process ends. A domain

@@ -288,7 +288,6 @@ def test_behind_a_single_call_nothing_is_read() -> None:
 def test_other_forms_are_not_taken_for_one_of_them() -> None:
     for source in (
         "{% if tools %}{{ tools }}{% endif %}",
-        "<tool_call>{function-name}\n<arg_key>",
         '{"name": "{{ tool.name }}", "description": "", "parameters": {}}',
         "<function=f>{...}</function>",
     ):

@@ -81,6 +81,17 @@ def _xml(calls: Sequence[Call]) -> str:
     return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
 
 
+def _pairs(calls: Sequence[Call], between: str = "") -> str:
+    def pair(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f"<arg_key>{key}</arg_key>{between}<arg_value>{text}</arg_value>{between}"
+
+    return "\n".join(
+        f"<tool_call>{name}{between}{''.join(map(pair, args, args.values()))}</tool_call>"
+        for name, args in calls
+    )
+
+
 def _python(call: Call) -> str:
     return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
 
@@ -128,6 +139,8 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python)),
     ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python_of_json)),
     ("gemma4", _in_marks),
+    ("glm", _pairs),
+    ("glm", lambda calls: _pairs(calls, "\n")),
 )
 """Names of forms, and ways to write calls in them."""
 

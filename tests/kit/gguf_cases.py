@@ -17,6 +17,7 @@ ARCHITECTURES |= {
     "gpt_oss": "gpt-oss",
     "exaone_moe": "exaone-moe",
     "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe_lite": "deepseek2",
 }
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
@@ -49,6 +50,17 @@ _TENSORS = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
@@ -196,15 +208,19 @@ def converted(
             for source, stored in tensors.items()
             for part, rows in _mamba(source, stored, mlp, groups)
         }
+    if name == "deepseek2":
+        tensors = _heads_of_latent(config, tensors)
     tensors = _without_experts(model, tensors, kind)
     if name.startswith("qwen35"):
         tensors = {source: _tiled(source, values, config) for source, values in tensors.items()}
     for source, stored in tensors.items():
         ordered = name in _ORDERED and source.endswith(("q_proj.weight", "k_proj.weight"))
         values = _ordered(stored, _head(config)) if ordered else stored
-        taps = values.ndim == 3
+        taps = values.ndim == 3 and values.shape[1] == 1
         values = values[:, 0] if taps else values
-        if values.ndim == 2 and kind == "Q8_0" and not taps and not source.endswith(_FLOATS):
+        if values.ndim == 3 and kind == "Q8_0":
+            model.tensors[_renamed(source, name)] = kind, np.stack([q8_0(head) for head in values])
+        elif values.ndim == 2 and kind == "Q8_0" and not taps and not source.endswith(_FLOATS):
             model.tensors[_renamed(source, name)] = kind, q8_0(values)
         else:
             less = name in ("gemma2", "gemma3", "qwen35", "qwen35moe") and not source.endswith(
@@ -409,6 +425,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         return facts
     if config["model_type"] == "gemma4_text":
         facts |= _gemma4_facts(config)
+    if "kv_lora_rank" in config:
+        return facts | _latent_facts(config)
     if config["model_type"].startswith("lfm"):
         kv, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])
         facts |= {
@@ -461,6 +479,41 @@ def _nemotron_facts(facts: dict[str, object], config: Mapping[str, Any]) -> dict
         "expert_weights_norm": config["norm_topk_prob"],
         "expert_weights_scale": config["routed_scaling_factor"],
     }
+
+
+def _latent_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    names = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
+    rank, turned, still, values = (config[key] for key in names)
+    facts: dict[str, object] = {
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": still + turned,
+        "attention.value_length_mla": values,
+        "attention.head_count_kv": 1,
+        "rope.dimension_count": turned,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config["norm_topk_prob"],
+    }
+    return facts | ({"attention.q_lora_rank": rank} if (rank := config["q_lora_rank"]) is not None else {})
+
+
+def _heads_of_latent(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    """The tensors with the matrices of heads apart, those for keys turned."""
+    made, heads = Tensors(), config["num_attention_heads"]
+    for name, values in tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            apart = values.reshape(heads, -1, values.shape[1])
+            still = config["qk_nope_head_dim"]
+            turned = np.ascontiguousarray(apart[:, :still].swapaxes(1, 2))
+            made[name.replace("kv_b", "k_b")] = turned
+            made[name.replace("kv_b", "v_b")] = apart[:, still:].copy()
+        else:
+            made[name] = values
+    return made
 
 
 def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:

@@ -198,6 +198,26 @@ _NEMOTRON_H = {
     "n_groups": 2,
     "time_step_min": 0.0,
 }
+_GLM4_MOE_LITE = {
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,  # as transformers has it for latent parts, whatever the file says
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.75,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
@@ -407,6 +427,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "top_k_experts": 3,
         "moe_intermediate_size": 32,
     },
+    "glm4_moe_lite": _GLM4_MOE_LITE,
+    "glm4_moe_lite_whole": {**_GLM4_MOE_LITE, "q_lora_rank": None},
     "phi3": {"model_type": "phi3", "sliding_window": 7},
     "phi4": {
         "model_type": "phi3",
@@ -478,14 +500,15 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shaped = _mamba(config)
         else:
             own = {"lfm2": _lfm2_layer, "lfm2_moe": _lfm2_layer, "lfm3": _lfm3_layer}.get(kind)
-            own = _gemma4_layer if kind == "gemma4_text" else own
+            own = {"gemma4_text": _gemma4_layer, "glm4_moe_lite": _latent_layer}.get(kind, own)
             named = _layer(config) if own is None else own(config, layer)
             shaped = {f"{name}.weight": shape for name, shape in named.items()}
         if kind == "gemma4_text":
             tensors[f"{prefix}layer_scalar"] = (1,)
             if config.get("enable_moe_block"):
                 shaped |= _gemma4_experts(config)
-        if layer >= config.get("num_dense_layers", 0) and "num_experts_per_tok" in config:
+        dense = config.get("num_dense_layers", config.get("first_k_dense_replace", 0))
+        if layer >= dense and "num_experts_per_tok" in config:
             shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
             shaped |= _experts(config)
         tensors |= {f"{prefix}{name}": shape for name, shape in shaped.items()}
@@ -532,7 +555,10 @@ def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return _gpt_oss_experts(hidden, config["num_local_experts"], config["intermediate_size"])
     if config["model_type"].startswith("granitemoe"):
         return _granite_experts(hidden, config["num_local_experts"], config["intermediate_size"])
-    count, width = config["num_experts"], config["moe_intermediate_size"]
+    width = config["moe_intermediate_size"]
+    if config["model_type"] == "glm4_moe_lite":
+        return _latent_experts(hidden, config["n_routed_experts"], width, config["n_shared_experts"] * width)
+    count = config["num_experts"]
     if config["model_type"] == "qwen3_5_moe_text":
         shared = config["shared_expert_intermediate_size"]
         tensors: dict[str, tuple[int, ...]] = {
@@ -742,6 +768,42 @@ def _gemma4_experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _latent_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    keys = "hidden_size", "intermediate_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"
+    hidden, mlp, heads, query_rank, rank = (config[key] for key in keys)
+    still, turned, values = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    tensors: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("input_layernorm", "post_attention_layernorm"), (hidden,)
+    )
+    if query_rank is None:
+        tensors["self_attn.q_proj"] = heads * (still + turned), hidden
+    else:
+        tensors["self_attn.q_a_proj"] = query_rank, hidden
+        tensors["self_attn.q_a_layernorm"] = (query_rank,)
+        tensors["self_attn.q_b_proj"] = heads * (still + turned), query_rank
+    return tensors | {
+        "self_attn.kv_a_proj_with_mqa": (rank + turned, hidden),
+        "self_attn.kv_a_layernorm": (rank,),
+        "self_attn.kv_b_proj": (heads * (still + values), rank),
+        "self_attn.o_proj": (hidden, heads * values),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+
+
+def _latent_experts(hidden: int, count: int, width: int, shared: int) -> dict[str, tuple[int, ...]]:
+    tensors: dict[str, tuple[int, ...]] = {
+        "mlp.gate.weight": (count, hidden),
+        "mlp.gate.e_score_correction_bias": (count,),
+    }
+    places = {f"experts.{number}": width for number in range(count)} | {"shared_experts": shared}
+    for place, rows in places.items():
+        tensors |= {f"mlp.{place}.{name}_proj.weight": (rows, hidden) for name in ("gate", "up")}
+        tensors[f"mlp.{place}.down_proj.weight"] = hidden, rows
+    return tensors
+
+
 def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     hidden, mlp, heads = config["hidden_size"], mlp_width(config), config["num_attention_heads"]
     head = hidden // heads
@@ -808,7 +870,8 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
             tensors[name] = codes.astype(np.uint8)
         elif name.endswith(_ROUTERS):
             # Choices hang on no rounding, but where the weights of the chosen have to be normalized.
-            tensors[name] *= {"lfm2_moe": 2, "qwen3_moe": 3, "exaone_moe": 3}.get(config["model_type"], 4)
+            scales = {"lfm2_moe": 2, "qwen3_moe": 3, "exaone_moe": 3, "glm4_moe_lite": 8}
+            tensors[name] *= scales.get(config["model_type"], 4)
         elif name.endswith("router.proj.weight"):
             tensors[name] *= 32
     return tensors

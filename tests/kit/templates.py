@@ -125,6 +125,7 @@ SHOWN = {
     "llama3": LLAMA3,
     "args": showing("[TOOL_CALLS]name[ARGS]{...}"),
     "xml": showing("<tool_call>\\n<function=example>\\n<parameter=x>\\n1\\n</parameter>..."),
+    "glm": showing("<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>...</tool_call>"),
     "smollm3": showing("{{ python_tools }}<code>..</code> " + r"<tool_call>\n{\"name\": <name>, ..}"),
     "phi": showing("<|tool_call|>[...]<|/tool_call|>"),
     "granite": showing("<|tool_call|> followed by a JSON list"),

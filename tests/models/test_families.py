@@ -92,12 +92,47 @@ LFM3: list[tuple[dict[str, Any], str]] = [
     ({"shortconv.l_cache": 17}, "conv_taps is 17"),
 ]
 
+LATENT: list[tuple[dict[str, Any], str]] = [
+    ({"attention.kv_lora_rank": 32}, "kv_lora_rank 32 .* ask for 48 and 32"),
+    ({"attention.kv_lora_rank": 0}, "kv_lora_rank 0"),
+    ({"attention.kv_lora_rank": None}, "lacks 'attention.kv_lora_rank'"),
+    ({"attention.q_lora_rank": 64}, r"attn_q_a.*\(96, 64\).*\(64, 64\)"),
+    ({"attention.q_lora_rank": None}, r"lacks a tensor for layers\.0\.q"),
+    ({"attention.head_count_kv": 4}, "in 4 heads; .* in one"),
+    ({"attention.head_count": 2}, r"attn_k_b.*\(4, 64, 32\).*\(2, 64, 32\)"),
+    ({"attention.key_length": 96}, "96 and 64 wide"),
+    ({"attention.value_length": 48}, "80 and 48 wide"),
+    ({"attention.key_length_mla": 16}, "qk_nope_head_dim 0"),
+    ({"attention.key_length_mla": 80}, r"attn_k_b.*\(4, 64, 32\).*\(4, 64, 64\)"),
+    ({"attention.key_length_mla": 40}, "qk_nope_head_dim 24"),
+    ({"attention.value_length_mla": 64}, r"attn_v_b.*\(4, 48, 64\).*\(4, 64, 64\)"),
+    ({"attention.value_length_mla": 40}, "v_head_dim 40"),
+    ({"rope.dimension_count": 32}, "rope.dimension_count 32 ask for 96"),
+    (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 40.0},
+        "'yarn'; glm4_moe_lite is supported without",
+    ),
+    ({"expert_group_count": 8}, "expert_group_count is 8"),
+    ({"expert_count": 9}, r"shape \(8, 32, 64\)|\(9, "),
+    ({"expert_used_count": 9}, "uses 9 experts; there are 8"),
+    ({"expert_shared_count": 1}, r"shexp.*shape \(64, 64\).*\(32, 64\)"),
+    ({"expert_gating_func": 1}, "chosen with a bias and weighed by softmax|has tensors"),
+    ({"leading_dense_block_count": 0}, r"lacks a tensor for layers\.0\."),
+    ({"leading_dense_block_count": 2}, r"lacks a tensor for layers\.1\.gate"),
+    ({"nextn_predict_layers": 3}, "3 blocks, 3 of them for MTP"),
+]
+
 
 @pytest.mark.parametrize(
     ("case", "changed", "words"),
     [
         (case, *wrong)
-        for case, cases in (("gemma4", GEMMA4), ("qwen35", QWEN35), ("lfm3", LFM3))
+        for case, cases in (
+            ("gemma4", GEMMA4),
+            ("qwen35", QWEN35),
+            ("lfm3", LFM3),
+            ("glm4_moe_lite", LATENT),
+        )
         for wrong in cases
     ],
 )
@@ -117,6 +152,7 @@ REFUSED = {
     "qwen3_moe": r"layers\.0 of this qwen3 model is experts",
     "qwen35": r"layers\.0 of this qwen35 model is delta_net",
     "lfm3": r"layers\.0 of this lfm3 model is short_conv",
+    "glm4_moe_lite": r"layers\.0 of this glm4_moe_lite model is head_linear",
 }
 
 

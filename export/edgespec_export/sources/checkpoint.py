@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources.experts import check_shape, one_below_the_other
+from edgespec_export.sources.latent import matrices_of_heads
 from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
@@ -200,7 +201,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             ModelFileError: such a tensor has another shape, or its rows occur twice or in part.
             UnsupportedModelError: experts of a layer have different formats.
         """
-        self.tensors = one_below_the_other(self.tensors, self.config, self.path.name)
+        whole = one_below_the_other(self.tensors, self.config, self.path.name)
+        self.tensors = matrices_of_heads(whole, self.config, self.path.name)
         made, tensors = record(self.config), dict(self.tensors)
         for name, tensor in self.tensors.items():
             shape = made.tensors.get(name, ())

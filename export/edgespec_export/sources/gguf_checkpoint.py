@@ -158,7 +158,8 @@ class GGUFCheckpoint(Checkpoint):
         facts = _Keys(own, where, names)
         config, self.logits_factor = config_of(facts, family, **more), logits_factor(facts)
         self.warn_if_shorter(config, facts.integer("max_position_embeddings"))
-        if facts.integer("attention.value_length", config.head_dim) != config.head_dim:
+        values = config.attention(0).latent or config.head_dim
+        if facts.integer("attention.value_length", values) != values:
             width = facts.integer("attention.value_length")
             raise UnsupportedModelError(
                 f"{where} has values {width} wide and keys {config.head_dim} wide; allowed: one width"

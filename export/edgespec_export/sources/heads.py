@@ -14,6 +14,7 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
+from edgespec_export.sources.latent import matrices_of_heads
 from edgespec_models.decoders.record import record
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.families import head_of, in_gguf
@@ -75,7 +76,8 @@ class Head(Checkpoint):
             rows, width = record(self.config).tensors["fuse"]
             check_shape(both, (rows, 2 * width), self.path.name)
             tensors |= {"embed_fuse": both.columns(0, width), "fuse": both.columns(width, 2 * width)}
-        self.tensors = one_below_the_other(tensors, self.config, self.path.name)
+        whole = one_below_the_other(tensors, self.config, self.path.name)
+        self.tensors = matrices_of_heads(whole, self.config, self.path.name)
         self.take_texts(self.base)
         try:
             self.check_shapes()

@@ -150,13 +150,14 @@ class HFCheckpoint(Checkpoint):
         files = dict(stored)
         named, taken = alternating_tensors(files) if self.family.alternating else ({}, set[str]())
         scaled, parts = nvfp4_tensors(files)
-        unknown, has_mtp = [], False
+        unknown, has_mtp, place = [], False, mtp_place(self.family, self.config.num_layers)
         for name in (*(name for name in files if name not in taken | parts), *scaled):
-            own = own_name(alone(name, self.family), r"model\.layers\.", outer, layer)
-            if own is not None:
-                named[own] = scaled[name] if name in scaled else files[name].tensor(name)
-            elif self.family.mtp and _MTP.fullmatch(name):
+            inner = alone(name, self.family)
+            own = own_name(inner, r"model\.layers\.", outer, layer)
+            if self.family.mtp and (_MTP.fullmatch(name) or inner.startswith(place)):
                 has_mtp = True
+            elif own is not None:
+                named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif _VISION_TENSORS.fullmatch(name):
                 self._eyes = True
             elif not COMPUTED.fullmatch(name):
@@ -188,6 +189,12 @@ class HFCheckpoint(Checkpoint):
                 "Download the checkpoint again."
             )
         return named
+
+
+def mtp_place(family: Family, layers: int) -> str:
+    """The beginning of the names of the tensors of an MTP layer: a model's, or those of a layer more."""
+    first, _ = family.mtp.get("both", ("mtp.", ""))
+    return "mtp." if first.startswith("mtp.") else f"model.layers.{layers}."
 
 
 def alone(name: str, family: Family) -> str:

@@ -14,7 +14,7 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
 from edgespec_export.sources.heads import Head
-from edgespec_export.sources.hf_checkpoint import HFCheckpoint, alone
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint, alone, mtp_place
 from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
 from edgespec_models.families.heads import OTHER
@@ -96,13 +96,13 @@ class HFLayer(_Layer, HFCheckpoint):
         self.model_name, self._shards = f"{model_name(path)}-mtp", {}
         with self.opening(path, target):
             self.family, names = target.family, own_names(target.family.mtp, "hub")
-            named = dict[str, Tensor]()
+            named, place = dict[str, Tensor](), mtp_place(self.family, target.config.num_layers)
             for name, file in self.stored():
                 inner = alone(name, self.family).replace("model.mtp.", "mtp.", 1)
-                kind = inner.removeprefix("mtp.layers.0.")
-                own = names.get(inner)
-                if own is None and inner.startswith("mtp."):
-                    own = self._of_block(name, kind, "hub")
+                kind = inner.removeprefix(place)
+                own = names.get(inner, names.get(kind))
+                if own is None and kind != inner:
+                    own = self._of_block(name, kind.removeprefix("layers.0."), "hub")
                 if own is not None:
                     named[own] = file.tensor(name)
             if not any(own.startswith("layers.") for own in named):

@@ -121,6 +121,17 @@ def in_bytes(kept: Iterable[KeptTensor]) -> tuple[KeptTensor, ...]:
     )
 
 
+def latent_keys(layer: int, width: int) -> KeptTensor:
+    """The tensor that latent attention keeps: keys, which begin with the values."""
+    return KeptTensor(
+        input=f"past_key_values.{layer}.latent",
+        output=f"present.{layer}.latent",
+        per="token",
+        shape=(1, width),
+        type="float16",
+    )
+
+
 def last_inputs(layer: int, channels: int, taps: int) -> KeptTensor:
     """The last inputs of a convolution over tokens: a ring, where token t has row t modulo the length."""
     return KeptTensor(

@@ -244,6 +244,9 @@ class Attention:
         growth: queries at position p are multiplied by ``1 + growth * ln(1 + p // growth_step)``.
         growth_step: positions up to which they do not grow; 0 if they never do.
         bidirectional: the tokens of a block see each other.
+        latent: width of the values of latent attention (DeepSeek-AI 2024, arXiv 2405.04434): they are the
+            first elements of the keys, which alone are kept and normalized; the others rotate. 0 in other
+            attention.
     """
 
     layer: int
@@ -262,6 +265,7 @@ class Attention:
     growth: float = 0.0
     growth_step: int = 0
     bidirectional: bool = False
+    latent: int = 0
 
     @property
     def products(self) -> dict[str, int]:
@@ -273,7 +277,7 @@ class Attention:
     @property
     def outputs(self) -> int:
         """Width of all heads' outputs."""
-        return self.heads * self.width
+        return self.heads * (self.latent or self.width)
 
 
 class Backend:
@@ -343,7 +347,16 @@ class Backend:
         """The outputs of the heads, side by side.
 
         ``qkv`` is the product of queries, keys and values, or three, one by one, where ``facts.norms`` is
-        ``wide``. Rows of ``known`` have keys and values, but no queries.
+        ``wide``; of latent attention it is queries and keys. Rows of ``known`` have keys and values, but no
+        queries.
+        """
+        raise NotImplementedError
+
+    def head_linear(self, x: Any, name: str, heads: int, inputs: int, rows: int) -> Any:
+        """The product of the first ``inputs`` elements of each head with a matrix of its own.
+
+        The matrices, of so many ``rows`` each, lie one below the other in ``name``. A head's other elements
+        follow its product.
         """
         raise NotImplementedError
 

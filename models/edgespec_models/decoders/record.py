@@ -16,6 +16,7 @@ from edgespec_models.decoders.kept import (
     delta_states,
     keys_and_values,
     last_inputs,
+    latent_keys,
 )
 from edgespec_models.decoders.operations import (
     Activation,
@@ -248,12 +249,21 @@ class _Recording(Backend):
                 self.gain(f"{name}_norm", facts.products[name] if wide else facts.width, "attention")
         if facts.sinks:
             self.parameter("sinks", (facts.heads,), "attention")
+        if facts.latent:
+            self.gain("k_norm", facts.latent, "attention")
+            made.kept.append(latent_keys(facts.layer, facts.width))
+            return facts.outputs
         pair = keys_and_values(facts.layer, facts.kv_heads, facts.width, "float16")
         if facts.projections != "q":
             made.kept.extend(pair)
         elif not {*pair} & {*made.kept, *made.read}:
             made.read.extend(pair)
         return facts.outputs
+
+    def head_linear(self, x: int, name: str, heads: int, inputs: int, rows: int) -> int:
+        self.use("head_linear")
+        self.product(name, {name: (heads * rows, inputs)}, "attention")
+        return x + heads * (rows - inputs)
 
     def head_gate(self, y: int, gates: int) -> int:
         self.use("head_gate")

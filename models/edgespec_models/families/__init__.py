@@ -19,6 +19,8 @@ from edgespec_models.families.gemma3 import GEMMA3
 from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from edgespec_models.families.gemma4_assistant import ASSISTANT, GEMMA4_ASSISTANT
 from edgespec_models.families.glm4 import GLM4
+from edgespec_models.families.glm4_moe_lite import GLM4_MOE_LITE
+from edgespec_models.families.glm4_moe_lite import MTP_LAYER as LATENT_MTP
 from edgespec_models.families.gpt_oss import GPT_OSS
 from edgespec_models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
@@ -44,7 +46,7 @@ MODELS: Final = (
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
-    *(SEED_OSS, ERNIE45, ERNIE45_MOE, GLM4, EXAONE_MOE, NEMOTRON_H, NEMOTRON_H_MOE),
+    *(SEED_OSS, ERNIE45, ERNIE45_MOE, GLM4, GLM4_MOE_LITE, EXAONE_MOE, NEMOTRON_H, NEMOTRON_H_MOE),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
@@ -126,7 +128,7 @@ def named(name: str) -> Family | None:
 
 def decoder_named(name: object) -> type[Transformer] | None:
     """The decoders that manifests call ``name``; None without such."""
-    families = (*MODELS, *HEADS, DFLASH2, ASSISTANT, MTP_LAYER)
+    families = (*MODELS, *HEADS, DFLASH2, ASSISTANT, MTP_LAYER, LATENT_MTP)
     return next((family.decoder for family in families if family.name == name), None)
 
 

@@ -12,7 +12,7 @@ _MAMBA = "Mamba layers"
 _VISION = "images (M-RoPE, vision layers)"
 _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "Qwen3-30B-A3B": (_EXPERTS, ("qwen2moe", "qwen2_moe", "olmoe")),
-    "Qwen3-30B-A3B or gpt-oss-20b": (_LATENT, ("deepseek2", "deepseek_v2", "deepseek_v3")),
+    "Qwen3-30B-A3B or gpt-oss-20b": (_LATENT, ("deepseek_v2", "deepseek_v3")),
     "gpt-oss-20b or a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
     "Phi-4-mini": (_EXPERTS, ("phimoe",)),
     "llama.cpp's file of gpt-oss": ("experts in ollama's own form", ("gptoss",)),

@@ -165,8 +165,8 @@ class _NativeDecoder(GraphDecoder):
         parameter = self.record.parameters[name]
         return self.parameter(parameter.path, parameter.shape)
 
-    def norm(self, x: ir.Value, name: str) -> _Normed:
-        return _Normed(x, self.name(name))
+    def norm(self, x: Any, name: str) -> _Normed:
+        return _Normed(self.value(x), self.name(name))
 
     def post_norm(self, y: Any, name: str) -> Any:
         normed = replace(y, post_gain=self.name(name))
@@ -225,6 +225,8 @@ class _NativeDecoder(GraphDecoder):
             query, key, value = qkv
             query, key = (replace(y, post_gain=self.name(f"{n}_norm")) for y, n in ((query, "q"), (key, "k")))
             packed = self.op("Concat", *map(self.value, (query, key, value)), axis=-1)
+        elif facts.latent:
+            packed = self.op("Concat", *map(self.value, qkv), axis=-1)
         else:
             packed = self.value(qkv)
         rope, own = facts.rope, facts.projections != "q"
@@ -235,6 +237,8 @@ class _NativeDecoder(GraphDecoder):
         gains: list[ir.Value | None] = [None, None]
         if facts.norms == "head":
             gains = [self.stored("q_norm"), self.stored("k_norm" if own else "q_norm")]  # no keys, no matter
+        if facts.latent:
+            gains = [None, self.stored("k_norm")]
         more: list[ir.Value | None] = [self.stored("sinks") if facts.sinks else None]
         if known is not None:
             more += [self.value(replace(qkv, x=known, first=1)), self.counts]
@@ -248,16 +252,18 @@ class _NativeDecoder(GraphDecoder):
         if rope is not None and rope.pairs < rope.width // 2:
             others |= {"pair_distance": rope.width // 2}
         others |= {"bidirectional": 1} if facts.bidirectional else {}
+        others |= {"value_dim": facts.latent} if facts.latent else {}
         y, *new = self.node(
             "Attention",
             packed,
             *self.caches.get(facts.layer, self.past[facts.layer]),
+            *([None] if facts.latent else []),
             self.sequences,
             self.blocks,
             *tables,
             *gains,
             *more,
-            outputs=3 if own else 1,
+            outputs=(2 if facts.latent else 3) if own else 1,
             heads=facts.heads,
             kv_heads=facts.kv_heads,
             head_dim=facts.width,
@@ -270,6 +276,18 @@ class _NativeDecoder(GraphDecoder):
         self.caches |= {self.index: new} if own else {}
         self.present += new
         return y
+
+    def head_linear(self, x: Any, name: str, heads: int, inputs: int, rows: int) -> ir.Value:
+        spec = self.plan.linears[self.name(name)]
+        return self.node(
+            "HeadLinear",
+            self.value(x),
+            *self.matrices(self.name(name)),
+            heads=heads,
+            inputs=inputs,
+            width=rows,
+            format=spec.parts[0].format.tiles,
+        )[0]
 
     def head_gate(self, y: ir.Value, gates: _Product) -> ir.Value:
         return self.node("HeadGate", y, self.value(gates))[0]
