@@ -154,10 +154,18 @@ def _check_shapes(model: NativeModel, graph: Path) -> None:
         ) from error
 
 
-def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, streams: Sequence[str] = ()) -> Any:
+def open_graph(
+    graph: Path,
+    options: CpuOptions,
+    *,
+    native: bool = False,
+    both: bool = False,
+    streams: Sequence[str] = (),
+) -> Any:
     """ONNX Runtime's session over ``graph``, for target and drafter side by side in one process.
 
-    ``native`` graphs consist of edgespec's own operators. ``streams`` are values that become outputs.
+    ``native`` graphs consist of edgespec's own operators, and in ``both`` ONNX Runtime's take as long.
+    ``streams`` are values that become outputs.
 
     Raises:
         BundleError: ONNX Runtime cannot load the graph.
@@ -165,7 +173,8 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
     """
     settings = session_settings(options)
     if native:
-        settings.intra_op_num_threads = 1  # the operators have threads of their own
+        if not both:
+            settings.intra_op_num_threads = 1  # the operators have threads of their own
         settings.add_session_config_entry("edgespec.low", "1" if options.low_priority else "")
         register_operators(
             settings,
