@@ -28,6 +28,8 @@ from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.session import Rows
 from edgespec_runtimes.vision import VisionSession
 from tests.kit import seeing
+from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import drawn, weights, write_directory
 
 F32 = npt.NDArray[np.float32]
@@ -194,6 +196,76 @@ def test_with_text_alone_it_is_the_model_without_eyes(bundle: Bundle, tmp_path: 
             for session in (sees, reads):
                 session.rewind(0)
             np.testing.assert_array_equal(sees.predict(text).logits, reads.predict(text).logits)
+
+
+_NAMES = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    **{f"self_attn.{kind}_proj": f"attn_{kind}" for kind in "qkv"},
+    **{f"self_attn.{kind}_norm": f"attn_{kind}_norm" for kind in "qk"},
+    "self_attn.o_proj": "attn_out",
+    **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+}
+
+
+def write_mmproj(path: Path, **changed: object) -> Path:
+    """The tower as llama.cpp's converter writes it."""
+    facts = seeing.config()["vision_config"]
+    sizes = {
+        "projection_dim": seeing.WIDTH,
+        "embedding_length": facts["hidden_size"],
+        "feed_forward_length": facts["intermediate_size"],
+        "block_count": facts["num_hidden_layers"],
+        "attention.head_count": facts["num_attention_heads"],
+        "attention.layer_norm_epsilon": facts["rms_norm_eps"],
+        "patch_size": facts["patch_size"],
+        "projector_type": "gemma4v",
+        **changed,
+    }
+    file = TinyGGUF("clip", {f"clip.vision.{key}": value for key, value in sizes.items()})
+    side = facts["patch_size"]
+    for name, values in seeing.tower_tensors(facts).items():
+        layer, _, rest = name.replace(".linear.", ".").partition("encoder.layers.")[2].partition(".")
+        kind, _, end = rest.rpartition(".")
+        stored = f"v.blk.{layer}.{_NAMES.get(kind)}.{end}"
+        if name.endswith("input_proj.weight"):
+            stored = "v.patch_embd.weight"
+        elif name.endswith("table"):
+            stored = "v.position_embd.weight"
+        elif name.startswith("embed_vision"):
+            stored = "mm.input_projection.weight"
+        file.tensors[stored] = "F32", np.atleast_1d(values)
+    patches = file.tensors["v.patch_embd.weight"][1].reshape(-1, side, side, 3)
+    file.tensors["v.patch_embd.weight"] = "F32", np.ascontiguousarray(patches.transpose(0, 3, 1, 2))
+    return file.write(path)
+
+
+def write_text_model(path: Path) -> Path:
+    text = gguf_of("gemma4")
+    tokens = cast("list[str]", text.metadata["tokenizer.ggml.tokens"])
+    tokens[seeing.BEGIN : seeing.END + 1] = seeing.SPECIALS[seeing.BEGIN :]
+    return text.write(path)
+
+
+def test_a_tower_in_a_file_beside_its_model(tmp_path: Path) -> None:
+    """The most alike by name, of those that fit."""
+    source = write_text_model(tmp_path / "tiny-Q8_0.gguf")
+    write_mmproj(tmp_path / "mmproj-a-wide.gguf", projection_dim=128)
+    write_mmproj(tmp_path / "mmproj-other.gguf", projector_type="gemma4uv")
+    (tmp_path / "mmproj-tiny-Q8_0.gguf").write_bytes(b"GGUF, cut off")
+    export_model(source, tmp_path / "blind")
+    assert not Bundle(tmp_path / "blind").reads_images
+    write_mmproj(tmp_path / "mmproj-tiny-F16.gguf")
+    export_model(source, tmp_path / "sees")
+    bundle = Bundle(tmp_path / "sees")
+    tower = cast("Tower", bundle.manifest.vision)
+    assert (tower.marker, tower.around) == (seeing.MARKER, (seeing.BEGIN, seeing.END))
+    session = VisionSession(bundle, ONE)
+    for number in PICTURES:
+        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDEN[f"vectors_{number}"]
+        assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,6 +1,7 @@
 """A tower's graph on disk, with its weights in a file beside it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from edgespec_models.bundles.bundle import VISION, VISION_DATA
 from edgespec_models.errors import ModelFileError
 from edgespec_models.families.towers import Tower
 from edgespec_models.files.blocks import Blocks, unpack
-from edgespec_models.files.tensors import Tensor
+from edgespec_models.files.tensors import FLOATS, Tensor
 from edgespec_models.graphs.tower import TILES, build_tower
 
 
@@ -31,9 +32,11 @@ def write_tower(
         write = row_writer(file, parameters)
         for name, value in parameters.items():
             tensor, shape = tensors.get(name), shapes[name]
-            if tensor is None or prod(tensor.shape) != prod(shape) or tensor.shape[-1] != (shape or (1,))[-1]:
+            fits = tensor is not None and prod(tensor.shape) == prod(shape)
+            if tensor is None or not fits or (tensor.type not in FLOATS and tensor.shape != shape):
                 stated = "is missing" if tensor is None else f"has the shape {tensor.shape}, not {shape}"
                 raise ModelFileError(f"the tower's tensor {name!r} {stated}; download or convert it again")
+            tensor = replace(tensor, shape=shape or (1,))  # files have more dimensions
             raw = tensor.read()
             values = unpack(tensor.type, raw)
             numbers = values.values() if isinstance(values, Blocks) else values

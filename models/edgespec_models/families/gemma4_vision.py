@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.decoders.config import Count
+from edgespec_models.decoders.transformer import Transformer
+from edgespec_models.families.gemma4 import Gemma4
 from edgespec_models.families.towers import Operations, Pixels, Tower, TowerFamily, patches
 from edgespec_models.files.facts import Facts
 
@@ -34,6 +36,7 @@ class Gemma4Tower(Tower):
         patch: side of a patch in pixels.
         pool: side of the square of patches that becomes a vector.
         positions: positions of a side in the table.
+        channels_first: whether a patch's values lie colour by colour.
         clipped: whether each product has limits of its inputs and results.
         standardized: whether vectors have a bias and a scale.
         epsilon: epsilon of all norms.
@@ -48,6 +51,7 @@ class Gemma4Tower(Tower):
     patch: Count
     pool: Count
     positions: Count
+    channels_first: bool = False
     clipped: bool
     standardized: bool
     epsilon: float
@@ -73,6 +77,8 @@ class Gemma4Tower(Tower):
 
     def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
         squares, (rows, columns) = patches(pixels, self.patch, self.pool)
+        if self.channels_first:
+            squares = squares.transpose(0, 3, 1, 2)
         values = (squares.reshape(1, len(squares), -1) * (1 / 255)).astype(np.float32)
         quarter = self.head_dim // 4
         places = np.stack([columns, rows], axis=-1).astype(np.float32)
@@ -177,4 +183,56 @@ def _read(facts: Facts) -> Tower | None:
     )
 
 
-GEMMA4_VISION = TowerFamily("gemma4_vision", "gemma4_vision", Gemma4Tower, _read)
+def _from_gguf(
+    keys: Facts, shapes: Mapping[str, tuple[int, ...]], config: Transformer, ids: Mapping[str, int]
+) -> Tower | None:
+    marks = [ids.get(text) for text in ("<|image|>", "<|image>", "<image|>")]
+    norm, table = (shapes.get(f"v.{name}.weight") for name in ("blk.0.attn_q_norm", "position_embd"))
+    if not isinstance(config, Gemma4) or not config.layer_inputs or None in marks or not norm or not table:
+        return None
+    marker, *around = (mark for mark in marks if mark is not None)
+    return Gemma4Tower(
+        architecture=GEMMA4_VISION.name,
+        width=config.hidden_size,
+        marker=marker,
+        around=tuple(around),
+        num_layers=keys.integer("block_count"),
+        hidden_size=keys.integer("embedding_length"),
+        mlp_width=keys.integer("feed_forward_length"),
+        heads=keys.integer("attention.head_count"),
+        head_dim=norm[0],
+        patch=keys.integer("patch_size"),
+        pool=keys.integer("projector.scale_factor", 3),
+        positions=table[-2],
+        channels_first=True,
+        clipped="v.blk.0.attn_q.input_min" in shapes,
+        standardized="v.std_bias" in shapes,
+        epsilon=keys.positive("attention.layer_norm_epsilon", 1e-6),
+        theta=100.0,
+    )
+
+
+GEMMA4_VISION = TowerFamily(
+    name="gemma4_vision",
+    hub="gemma4_vision",
+    gguf="gemma4v",
+    tower=Gemma4Tower,
+    names={
+        f"{_TOWER}patch_embedder.input_proj": "v.patch_embd",
+        f"{_TOWER}patch_embedder.position_embedding_table": "v.position_embd.weight",
+        f"{_TOWER}encoder.layers.": "v.blk.",
+        f"{_TOWER}std": "v.std",
+        "embed_vision.embedding_projection": "mm.input_projection",
+        "self_attn.o_proj": "attn_out",
+        "self_attn.": "attn_",
+        "mlp.": "ffn_",
+        "_proj.": ".",
+        ".linear": "",
+        "input_layernorm": "ln1",
+        "pre_feedforward_layernorm": "ln2",
+        "post_attention_layernorm": "attn_post_norm",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    },
+    read=_read,
+    from_gguf=_from_gguf,
+)

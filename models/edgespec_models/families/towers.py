@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.decoders.config import Count
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import within
 
@@ -103,14 +104,27 @@ class TowerFamily(NamedTuple):
     Attributes:
         name: the family in manifests.
         hub: ``model_type`` of ``vision_config`` in a ``config.json``.
+        gguf: the projector's type in GGUF files.
         tower: its facts and its graph.
+        names: parts of parameters' names and those of GGUF files, which replace them one after the other.
         read: from a ``config.json`` to the tower; None if edgespec runs the model as text alone.
+        from_gguf: the same from the keys of a GGUF file's ``clip.vision``, the shapes of its tensors, the
+            decoder, and the ids of its tokens.
     """
 
     name: str
     hub: str
+    gguf: str
     tower: type[Tower]
+    names: Mapping[str, str]
     read: Callable[[Facts], Tower | None]
+    from_gguf: Callable[[Facts, Mapping[str, tuple[int, ...]], Transformer, Mapping[str, int]], Tower | None]
+
+    def gguf_name(self, name: str) -> str:
+        """The name of a parameter in GGUF files."""
+        for own, other in self.names.items():
+            name = name.replace(own, other)
+        return name
 
 
 def patches(pixels: Pixels, side: int, merged: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
