@@ -9,7 +9,7 @@ from edgespec_models.bundles.bundle import VISION, Bundle
 from edgespec_models.errors import BundleError, DeviceError, require
 from edgespec_models.families.towers import Pixels
 from edgespec_runtimes.cpu import CpuOptions, open_graph
-from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory
+from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
 
 
 class VisionSession:
@@ -24,8 +24,10 @@ class VisionSession:
         assert bundle.manifest.vision is not None  # of bundles that read pictures
         self._tower, self._path = bundle.manifest.vision, bundle.path / VISION
         # Its operators and ONNX Runtime's take turns on the same cores, so neither may wait busily.
-        quiet = replace(options, spinning=False, huge_pages=False, keep_memory=False)
+        quiet = replace(options, spinning=False, huge_pages=False)
         self._session = open_graph(self._path, quiet, native=True, both=True)
+        self._freeing = ort.RunOptions()  # hundreds of megabytes of activations after each picture
+        self._freeing.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
     def vectors(self, pixels: Pixels, budget: int) -> npt.NDArray[np.float32]:
         """The vectors of a picture, float32 ``(n, width)``, at most ``budget``.
@@ -42,7 +44,7 @@ class VisionSession:
             resized = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BICUBIC)
             pixels = np.asarray(resized)
         try:
-            (vectors,) = self._session.run(["vectors"], dict(self._tower.inputs(pixels)))
+            (vectors,) = self._session.run(["vectors"], dict(self._tower.inputs(pixels)), self._freeing)
         except (MemoryError, *RUN_ERRORS) as error:
             if lacks_memory(error):
                 raise DeviceError(f"not enough memory for a picture of {budget} tokens; use fewer") from error

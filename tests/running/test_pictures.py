@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from PIL import Image
 from edgespec.asking.images import read_image
 from edgespec.asking.pictures import Pictures
 from edgespec.engine import LoadOptions, Model, load
+from edgespec.loading.footprint import footprint_of
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs.tower import write_tower
 from edgespec_export.sources.open import open_checkpoint
@@ -94,10 +96,11 @@ def test_vectors_are_those_of_transformers(name: str, facts: dict[str, Any], tmp
 
 
 def test_in_8_bits_vectors_are_nearly_the_same(bundle: Bundle) -> None:
-    session = VisionSession(bundle, ONE)
+    session, gentle = VisionSession(bundle, ONE), VisionSession(bundle, replace(ONE, low_priority=True))
     for number in PICTURES:
         vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDEN[f"vectors_{number}"]
         assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
+        np.testing.assert_array_equal(gentle.vectors(seeing.picture(number), BUDGET), vectors)
 
 
 @pytest.mark.parametrize("number", range(len(seeing.PROMPTS)))
@@ -340,6 +343,7 @@ def test_towers_that_are_not_whole_are_refused(
     "changed",
     [
         lambda facts: facts["text_config"].update(use_bidirectional_attention="vision"),
+        lambda facts: facts["text_config"].update(pad_token_id=2),
         lambda facts: facts["vision_config"].update(hidden_activation="relu"),
         lambda facts: facts["vision_config"].update(num_key_value_heads=1),
     ],
@@ -352,6 +356,13 @@ def test_towers_that_edgespec_does_not_run_leave_the_text_model(
     monkeypatch.setattr(seeing, "config", lambda: facts)
     export_model(seeing.write(tmp_path / "source"), tmp_path / "bundle")
     assert not Bundle(tmp_path / "bundle").reads_images
+
+
+def test_a_plan_counts_the_tower(bundle: Bundle, source: Path, tmp_path: Path) -> None:
+    export_model(source, tmp_path / "bundle", options=ExportOptions(role="drafter", trim="full"))
+    seen, blind = (footprint_of(made, exact_rows=True) for made in (bundle, Bundle(tmp_path / "bundle")))
+    tower = (bundle.path / "vision.onnx.data").stat().st_size
+    assert seen.working_bytes == blind.working_bytes + tower
 
 
 def test_drafters_have_no_eyes(source: Path, tmp_path: Path) -> None:

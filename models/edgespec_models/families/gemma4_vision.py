@@ -156,6 +156,7 @@ def _read(facts: Facts) -> Tower | None:
     heads, rope = vision.integer("num_attention_heads", 12), vision.section("rope_parameters")
     others = (
         text.value("use_bidirectional_attention") == "vision",
+        text.integer("pad_token_id", 0) != 0,  # whose inputs of layers those of pictures' rows are
         vision.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
         vision.integer("num_key_value_heads", heads) != heads,
         rope.text("rope_type", "axial") != "axial",
