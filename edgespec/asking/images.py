@@ -12,6 +12,7 @@ from hashlib import sha256
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +29,8 @@ MOST_PIXELS: Final = 1 << 26
 """Pixels of all pictures of a request together: 64 Mi, which are 192 MiB here."""
 MOST_BYTES: Final = 64 << 20
 """Bytes of a picture's file."""
-_MOST_SCANS = 200  # of a JPEG file: each costs as much time as a whole picture
+_MOST_SCANNED: Final = 16 * MOST_PIXELS  # of a JPEG file, whose scans each go over all pixels
+_DECODING: Final = Lock()  # a decoder takes several bytes a pixel, so there is one at a time
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 _DETAILS: Final = ("auto", "low", "high", "original")  # as in OpenAI's API
 _ADDRESS: Final = re.compile(r"(?a:[a-z][\w+.-]+:)", re.IGNORECASE)  # C: is a drive
@@ -77,32 +79,34 @@ def read_image(
     if isinstance(source, str) and _ADDRESS.match(source):
         source = decoded(source, field)
     elif isinstance(source, str | PathLike):
-        what, source = f"is {shown(str(source))},", _file(expanded(Path(source)), field)
+        what, source = f"is {shown(str(source))},", _file(Path(source), field)
     if not isinstance(source, bytes | bytearray | memoryview | Pillow.Image):
         raise RequestError(
             f"is {shown(source)}; allowed: a path, the bytes of a file, or an image of Pillow", field
         )
+    large = f"allowed: {MOST_PIXELS:,} pixels in all pictures of a request together; make it smaller"
     try:
         if not isinstance(source, Pillow.Image):
-            data = bytes(source)
-            if data.count(b"\xff\xda") > _MOST_SCANS and data.startswith(b"\xff\xd8"):
-                raise RequestError(f"{what} a JPEG file of over {_MOST_SCANS} scans; save it anew", field)
-            picture = Pillow.open(BytesIO(data), formats=_FORMATS)
-        if picture.width * picture.height > most_pixels:
-            raise RequestError(
-                f"{what} {picture.width} x {picture.height} pixels large; allowed: {MOST_PIXELS:,} in all "
-                "pictures of a request together; make it smaller",
-                field,
-            )
-        picture.load()
-        pixels = np.ascontiguousarray(_opaque(picture))
+            picture = Pillow.open(BytesIO(source), formats=_FORMATS)
+        count = picture.width * picture.height
+        if count > most_pixels:
+            raise RequestError(f"{what} {picture.width} x {picture.height} pixels large; {large}", field)
+        if not isinstance(source, Pillow.Image) and picture.format in ("JPEG", "MPO"):
+            scans = bytes(source).count(b"\xff\xda")
+            if count * scans > _MOST_SCANNED:
+                raise RequestError(f"{what} a JPEG file of {scans} scans, too many; save it anew", field)
+        with _DECODING:
+            picture.load()
+            pixels = np.ascontiguousarray(_opaque(picture))
     except RequestError:
         raise
     except UnidentifiedImageError:
         raise RequestError(f"{what} no PNG, JPEG, WebP or GIF picture; convert it to one", field) from None
+    except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning):  # at Pillow's own limit
+        raise RequestError(f"{what} too large; {large}", field) from None
     except Exception as error:  # decoders raise all kinds of errors over damaged files
-        problem = f"{what} no whole picture ({error}); save it anew, or leave it out"
-        raise RequestError(problem, field) from error
+        problem = str(error) or type(error).__name__
+        raise RequestError(f"{what} no whole picture ({problem}); save it anew", field) from error
     digest = sha256(f"{pixels.shape}".encode())
     digest.update(pixels.data)
     return Image(pixels, digest.hexdigest(), detail, image_tokens)
@@ -179,7 +183,7 @@ def with_images(
 
 def _file(path: Path, field: str) -> bytes:
     try:
-        return read_bytes(path, MOST_BYTES)
+        return read_bytes(expanded(path), MOST_BYTES)
     except (OSError, ValueError) as error:
         raise RequestError(f"cannot be read: {error}", field) from error
 

@@ -137,8 +137,7 @@ class Request:
             leaves it to the chat template.
         response_format: The form of the answer, such as :class:`edgespec.JsonSchema`. Thoughts and calls of
             tools stand outside of it. An answer that another option ends early is a beginning of that form.
-        image_tokens: The tokens that each picture may take in the prompt. None is
-            ``LoadOptions.image_tokens``.
+        image_tokens: Tokens of each picture in the prompt. None is ``LoadOptions.image_tokens``.
         sampling: ``"recommended"`` samples as the makers of the model advise in its files
             (``model.target.manifest.sampling``), where other options say nothing. None is greedy without
             ``temperature``.

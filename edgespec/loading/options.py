@@ -47,8 +47,7 @@ class LoadOptions(Checked):
         chat_template: A file with a Jinja chat template for the target, in place of the model's own.
         adapters: LoRA adapters that the target's export merges into its weights, each ``PATH`` or
             ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
-        image_tokens: The tokens that each picture may take in a prompt, if the request does not say so. None
-            leaves them to the model and to the picture's ``detail``.
+        image_tokens: Tokens of each picture in a prompt. None leaves them to the model and the ``detail``.
     """
 
     threads: Threads = 0

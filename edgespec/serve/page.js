@@ -2,8 +2,8 @@
 
 import { $, Answer, make } from "./answer.js";
 import { Figures } from "./figures.js";
-import { all, fresh, load, remove, save, title } from "./store.js";
-import { ask, closed, events, textOf, wired } from "./wire.js";
+import { all, fresh, isLarge, load, remove, save, title } from "./store.js";
+import { ask, closed, contentOf, events, wired } from "./wire.js";
 
 const state = { models: [], figures: new Figures(), chat: fresh(), attached: [], following: true, top: 0 };
 const hint = $("hint");
@@ -47,7 +47,7 @@ function scrolled() {
 /** Shows a question, the chat's message `index`. */
 function asked({ text, files }, index) {
   const node = turn("user", "You");
-  said(node).textContent = text;
+  said(node).replaceChildren(...files.flatMap(thumbnail), text);
   cost(node).textContent = files.map(described).join(" · ");
   const edit = () => {
     stopEditing();
@@ -70,7 +70,7 @@ function stopEditing() {
 function compose(text, files) {
   const rows = files.map((file) => {
     const gone = () => compose($("question").value, files.filter((each) => each !== file));
-    return make("li", {}, described(file), button("×", gone, `Remove ${file.name}`));
+    return make("li", {}, ...thumbnail(file), described(file), button("×", gone, `Remove ${file.name}`));
   });
   $("attached").replaceChildren(...rows);
   $("status").textContent = "";
@@ -165,7 +165,9 @@ function tell(error) {
   $("status").textContent = error.message;
 }
 
-const described = ({ name, tokens }) => `${name}, ${tokens} tokens`;
+const described = (file) =>
+  `${file.name}, ${file.tokens} tokens${isLarge(file) ? ", too large to be kept with the chat" : ""}`;
+const thumbnail = ({ name, data }) => (data ? [make("img", { src: data, alt: name })] : []);
 
 async function attach(files) {
   const problems = [];
@@ -179,17 +181,19 @@ async function attach(files) {
 
 /** A file with its tokens: those that the next prompt has more with it. */
 async function counted(file) {
-  const [name, text] = [file.name, await textOf(file)];
+  const { name } = file;
+  const held = { name, ...(await contentOf(file)) };
   const without = await count(state.attached);
-  const tokens = (await count([...state.attached, { name, text }])) - without;
+  const tokens = (await count([...state.attached, held])) - without;
   const left = (state.model.edgespec?.context_length ?? Infinity) - without;
   if (tokens >= left) throw new Error(`${name} has ${tokens} tokens, and the model can read ${left} more here.`);
-  return { name, text, tokens };
+  return { ...held, tokens };
 }
 
 async function count(files) {
   const before = state.chat.messages.slice(0, state.editing?.index);
-  const messages = wired([...before, { role: "user", text: $("question").value, files }]);
+  const picture = (url) => ({ type: "image", source: { type: "url", url } });
+  const messages = wired([...before, { role: "user", text: $("question").value, files }], picture);
   const body = JSON.stringify({ model: state.model.id, system: $("system").value.trim(), messages });
   return (await (await ask("v1/messages/count_tokens", { method: "POST", body })).json()).input_tokens;
 }
@@ -313,6 +317,12 @@ function writing() {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     attach([...event.dataTransfer.files]);
+  });
+  document.addEventListener("paste", (event) => {
+    const { files, types } = event.clipboardData;
+    if (!files.length || types.includes("text/plain")) return; // office programs add a picture of a text
+    event.preventDefault();
+    attach([...files]);
   });
 }
 

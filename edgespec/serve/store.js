@@ -1,6 +1,10 @@
 // Chats that are kept in this browser: each under a key of its own, so that two tabs do not undo each other's.
 
 const PREFIX = "edgespec-chat-";
+const LARGEST = 2 ** 19; // characters of a picture: browsers keep some five million in all
+
+/** Whether a file is a picture that is too large to be kept. */
+export const isLarge = ({ data }) => data === "" || data?.length > LARGEST;
 
 /** A chat without messages, which is kept once it has some. */
 export function fresh() {
@@ -26,7 +30,8 @@ export function load(id) {
 /** Whether it is a message as the page keeps it: other pages of this address have the same storage. */
 function whole({ role, text, files, ends, sources }) {
   const more = role === "user" ? [files] : [ends, sources];
-  return typeof text === "string" && more.every(Array.isArray) && !files?.some((file) => typeof file?.text !== "string");
+  const known = (file) => typeof (file?.text ?? file?.data) === "string";
+  return typeof text === "string" && more.every(Array.isArray) && (files ?? []).every(known);
 }
 
 /** Keeps a chat; an error says that the browser does not. */
@@ -34,7 +39,8 @@ export async function save(chat) {
   if (chat.deleted) return;
   chat.changed = Date.now();
   try {
-    localStorage.setItem(PREFIX + chat.id, JSON.stringify(chat));
+    const kept = (key, value) => (key === "data" && isLarge({ data: value }) ? "" : value);
+    localStorage.setItem(PREFIX + chat.id, JSON.stringify(chat, kept));
   } catch {
     throw new Error("This browser has no room for this chat, so it ends with the tab: delete others under Chats.");
   }

@@ -48,23 +48,39 @@ export async function* events(response) {
   }
 }
 
-/** Messages as the server takes them: files stand before the text, each in a fence that it does not have. */
-export function wired(messages) {
+/**
+ * Messages as the server takes them: files stand before the text, each text in a fence that it does not have.
+ * `picture` makes a part of a data URL.
+ */
+export function wired(messages, picture = (url) => ({ type: "image_url", image_url: { url } })) {
   return messages.map(({ role, text, files = [] }) => {
-    const parts = files.map(({ name, text }) => {
+    const pictures = files.filter(({ data }) => data).map(({ data }) => picture(data));
+    const others = files.filter(({ data }) => !data);
+    const parts = others.map(({ name, text }) => {
+      if (text === undefined) return `(The picture ${name} is no longer here.)`;
       let fence = "```";
       while (text.includes(fence)) fence += "`";
       return `${name}:\n${fence}\n${text}\n${fence}`;
     });
-    return { role, content: [...parts, text].filter(Boolean).join("\n\n") };
+    const content = [...parts, text].filter(Boolean).join("\n\n");
+    return { role, content: pictures.length ? [...pictures, { type: "text", text: content }] : content };
   });
 }
 
-/** What a file holds; an error says why it cannot be sent. */
-export async function textOf(file) {
-  if (file.size > 3 * 2 ** 20) throw new Error(`${file.name} is too large: 3 MiB is the most.`); // a request may have 4
+/** What a file holds, a text or a picture's data URL; an error says why it cannot be sent. */
+export async function contentOf(file) {
+  const isPicture = /^image\/(png|jpeg|webp|gif)$/.test(file.type);
+  const most = isPicture ? 20 : 3; // a request may have 32 MiB, and pictures grow by a third
+  if (file.size > most * 2 ** 20) throw new Error(`${file.name} is too large: ${most} MiB is the most.`);
+  if (isPicture) {
+    const reader = new FileReader();
+    reader.readAsDataURL(file);
+    await new Promise((done) => (reader.onloadend = done));
+    if (reader.error) throw new Error(`${file.name} cannot be read.`);
+    return { data: reader.result };
+  }
   const decoder = new TextDecoder("utf-8", { fatal: true });
   const text = await file.arrayBuffer().then((data) => decoder.decode(data)).catch(() => "\0");
-  if (text.includes("\0")) throw new Error(`${file.name} is no text in UTF-8, and only texts can be attached.`);
-  return text;
+  if (text.includes("\0")) throw new Error(`${file.name} is no text in UTF-8, nor a PNG, JPEG, WebP or GIF picture.`);
+  return { text };
 }

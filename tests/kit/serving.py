@@ -100,13 +100,13 @@ class ServedModel:
                 (prompt.prefix, prompt.suffix, prompt.extra, options.get("max_lines")),
             )
         elif isinstance(prompt[0], Mapping):
-            text = str(prompt[-1]["content"])
+            text = _told(prompt[-1]["content"])
         return ServedStream(self, text, asked, options)
 
     def count_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> int:
         messages = seen(cast(Bundle, self.target), messages, Request())
         self.calls.append((messages, options))
-        return sum(len(str(message["content"])) for message in messages)
+        return sum(len(_told(message["content"])) for message in messages)
 
     def use_history(self, path: Any) -> None:
         self.learned.append(path)
@@ -231,6 +231,13 @@ def ready(reply: R) -> R:
     """A reply that knows its model."""
     reply.use(ServedModel().as_model())
     return reply
+
+
+def _told(content: Any) -> str:
+    """A content in which ``<picture>`` stands for each picture."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if part["type"] == "text" else "<picture>" for part in content)
 
 
 def _whole(tokens: Sequence[TokenRecord]) -> str:

@@ -129,7 +129,11 @@ def test_chats_and_prompts_of_ollama(seeing: ServedModel, seen_at: str, tmp_path
 BAD: list[tuple[str, Any, str]] = [
     ("a text file", data_url(b"I am called a.png"), "is no PNG, JPEG, WebP or GIF picture"),
     ("cut", data_url(PNG[:80]), "is no whole picture"),
-    ("too many pixels", data_url(claiming(9000, 9000)), "is 9000 x 9000 pixels large; allowed: 67,108,864"),
+    (
+        "too many pixels",
+        data_url(claiming(9000, 9000)),
+        "is 9000 x 9000 pixels large; allowed: 67,108,864 pixels in all",
+    ),
     ("an address", "https://example.com/a.png?key=1", "is the address 'https://example.com/a.png?key=1'"),
     ("a file", "file:///etc/passwd", "edgespec fetches nothing; send the picture itself as data:image/png"),
     ("a path", "/etc/passwd", "is no base64"),
@@ -220,7 +224,10 @@ def test_pictures_of_a_request_have_a_bound(seeing: ServedModel, seen_at: str) -
     rest = {"type": "image_url", "image_url": {"url": data_url(claiming(8192, 8192))}}
     body["messages"][0]["content"] = [image, rest]
     reply = ask(seen_at, CHAT, body)
-    assert "content[1].image_url.url is 8192 x 8192 pixels large; allowed: 67,108,864 in all" in reply.error
+    assert (
+        "content[1].image_url.url is 8192 x 8192 pixels large; allowed: 67,108,864 pixels in all"
+        in reply.error
+    )
 
 
 def _user(*parts: object) -> dict[str, Any]:

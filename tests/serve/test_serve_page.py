@@ -198,7 +198,7 @@ def test_a_screen_reader_is_told_what_there_is_and_hears_no_token(page: "Page", 
     assert log.get_by_role("article", name="served").count() == 1
     form = page.get_by_role("form", name="Ask")
     assert form.get_by_role("textbox", name="Your message").count() == 1
-    assert form.get_by_role("button", name="Attach texts").count() == 1
+    assert form.get_by_role("button", name="Attach files").count() == 1
     nameless = re.findall(r"- (?:button|textbox|combobox|link)(?=$|:)", page.locator("body").aria_snapshot())
     assert nameless == []
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.kit.images import encoded, images_in, picture
 from tests.kit.pages import ask
 from tests.kit.serving import ServedModel, serving
 from tests.kit.thoughts import QWEN3, scripted
@@ -159,6 +160,51 @@ def test_files_that_cannot_be_read_are_refused(page: "Page", url: str) -> None:
         page.get_by_role("status").get_by_text(f"file {told}").wait_for()
         page.locator("#status").evaluate("node => node.textContent = ''")
     assert page.locator("#attached li").count() == 0
+
+
+def test_pictures_are_shown_sent_and_kept_if_they_are_small(page: "Page", url: str, tmp_path: Path) -> None:
+    small, large = encoded(picture()), encoded(picture(450, 400))
+    (tmp_path / "a.png").write_bytes(small)
+    (tmp_path / "b.png").write_bytes(large)
+    model = ServedModel(reads_images=True)
+    with serving(model.as_model()) as seeing:
+        page.goto(seeing)
+        page.locator("#model").get_by_text("served").wait_for()
+        page.locator("#files").set_input_files([tmp_path / "a.png", tmp_path / "b.png"])
+        attached = page.get_by_role("list", name="Attached files").get_by_role("listitem")
+        attached.get_by_text("a.png, 9 tokens").wait_for()
+        attached.get_by_text("b.png, 9 tokens, too large to be kept with the chat").wait_for()
+        _paste(page, f"new File([new Uint8Array({[*small]})], 'c.png', {{type: 'image/png'}})")
+        attached.get_by_text("c.png, 9 tokens").wait_for()
+        thumbnail = attached.get_by_role("img", name="a.png")
+        assert thumbnail.evaluate("node => [node.naturalWidth, node.naturalHeight]") == [7, 5]
+        ask(page, "Which?")
+        images = images_in(model.calls[-1][0])
+        assert [image.pixels.shape for image in images] == [(5, 7, 3), (400, 450, 3), (5, 7, 3)]
+        question = page.locator(".turn.user")
+        assert question.get_by_role("img").count() == 3 and "Which?" in question.inner_text()
+        page.reload()
+        question.get_by_text("too large to be kept").wait_for()
+        assert question.get_by_role("img").count() == 2
+        ask(page, "And now?")
+        first = model.calls[-1][0][0]["content"]
+        assert [part["type"] for part in first] == ["image", "image", "text"]
+        assert first[-1]["text"] == "(The picture b.png is no longer here.)\n\nWhich?"
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    for data, told in (
+        ("'a text'", "reads no images"),
+        ("new Uint8Array(21 * 2 ** 20)", "20 MiB is the most"),
+    ):
+        _drop(page, f"new File([{data}], 'd.png', {{type: 'image/png'}})")
+        page.get_by_role("status").get_by_text(told).wait_for()
+
+
+def _paste(page: "Page", file: str) -> None:
+    data = f"const data = new DataTransfer(); data.items.add({file});"
+    page.evaluate(
+        f"() => {{ {data} document.dispatchEvent(new ClipboardEvent('paste', {{clipboardData: data}})) }}"
+    )
 
 
 def _drop(page: "Page", file: str) -> None:
