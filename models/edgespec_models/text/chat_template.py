@@ -385,8 +385,8 @@ def _message(message: object, where: str) -> dict[str, Any]:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str) and part != _IMAGE:
             raise RequestError(
-                f"has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, because models "
-                "read text alone",
+                f"has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, and "
+                "pictures where the model reads them",
                 where,
             )
     return copy
