@@ -25,7 +25,7 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer  # noqa: TID251 - as rerankers' cards do it
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.kit import assistants, rerankers
+from tests.kit import assistants, rerankers, seeing
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
@@ -169,6 +169,62 @@ def chain(target: Any, head: Any, text: list[int]) -> tuple[Any, Any]:
     return tuple(map(np.stack, zip(*found, strict=True)))  # type: ignore[return-value]
 
 
+def store_seeing(folder: Path) -> None:
+    """Write what a tiny Gemma 4 makes of pictures and of prompts with them.
+
+    For each picture the vectors. For each prompt its tokens, with markers as its processor writes them, the
+    logits behind it, and tokens of the most likely answer with the lead of each.
+    """
+    path, found = seeing.write(folder / "seeing"), dict[str, Any]()
+    model, info = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {key: sorted(names) for key, names in info.items() if names}
+    if wrong:
+        raise SystemExit(f"seeing: {wrong}")
+    model, core = model.eval(), Tokenizer.from_file(str(path / "tokenizer.json"))
+    module: Any = importlib.import_module("transformers.models.gemma4.image_processing_pil_gemma4")
+    patch = model.config.vision_config.patch_size
+    processor = module.Gemma4ImageProcessorPil(patch_size=patch, max_soft_tokens=70)
+    seen = [processor(images=[seeing.picture(n)], return_tensors="pt") for n in range(len(seeing.SIZES))]
+    counts = [int(picture["num_soft_tokens_per_image"][0]) for picture in seen]
+    other = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+        seeing.write(folder / "other", **seeing.OTHER), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for number, picture in enumerate(seen):
+            for name, tower in (("vectors", model), ("other", other.eval())):
+                made = tower.get_image_features(picture["pixel_values"], picture["image_position_ids"])
+                found[f"{name}_{number}"] = made.pooler_output[0].numpy()
+        for number, prompt in enumerate(seeing.PROMPTS):
+            text, order = "", [part for part in prompt if isinstance(part, int)]
+            for part in prompt:
+                text += (
+                    part if isinstance(part, str) else ("<|image>" + "<|image|>" * counts[part] + "<image|>")
+                )
+            tokens = core.encode(f"<turn>user\n{text}<turn>", add_special_tokens=False).ids
+            pixels = {
+                key: torch.cat([seen[n][key] for n in order])
+                for key in ("pixel_values", "image_position_ids")
+            }
+            leads, answer, ids = list[float](), list[int](), list(tokens)
+            for _ in range(seeing.NEW):
+                types = torch.tensor([[int(id_ == seeing.MARKER) for id_ in ids]])
+                given = {"input_ids": torch.tensor([ids]), "mm_token_type_ids": types, **pixels}
+                row = model(**given, use_cache=False).logits[0, -1]
+                if not answer:
+                    found[f"logits_{number}"] = row.numpy()
+                row = row.clone()
+                row[[seeing.EOS, seeing.MARKER]] = -torch.inf  # which the test's answers do not have
+                best = row.topk(2)
+                leads.append(float(best.values[0] - best.values[1]))
+                answer.append(int(best.indices[0]))
+                ids.append(answer[-1])
+            found |= {f"tokens_{number}": tokens, f"answer_{number}": answer, f"leads_{number}": leads}
+            print(f"prompt {number}: {len(tokens)} tokens, least lead {min(leads):.4f}, {answer}")
+    np.savez_compressed(OUT / "seeing", **found)
+
+
 def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
     """Let llama.cpp's converter make a GGUF file in F32 of a directory whose tokenizer no model has."""
     if str(llama_cpp) not in sys.path:
@@ -248,6 +304,7 @@ def main() -> None:
             store_vectors(Path(folder))
             store_scores(Path(folder))
             store_assistants(Path(folder))
+            store_seeing(Path(folder))
 
 
 if __name__ == "__main__":

@@ -213,7 +213,14 @@ def tensors(shape: Shape) -> Tensors:
     else:
         yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     yield f"{'token_embd' if lfm2 else 'output'}_norm.weight", (shape.hidden,), "F32"
-    if shape.architecture in ("qwen3moe", "qwen35moe", "gpt-oss", "nemotron_h", "nemotron_h_moe", "deepseek2"):
+    if shape.architecture in (
+        "qwen3moe",
+        "qwen35moe",
+        "gpt-oss",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "deepseek2",
+    ):
         yield "output.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     if shape.architecture == "llama":
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"

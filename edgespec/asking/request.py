@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
 
 from edgespec.asking.images import with_images
+from edgespec.asking.pictures import Pictures, with_markers, without_images
 from edgespec.decoding.draft import Drafter, Progress
 from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
@@ -305,6 +306,8 @@ class Prompt(NamedTuple):
 
     If the drafter cannot read it, ``drafter`` is the error.
 
+    ``pictures`` are those of the target's prompt; None without.
+
     ``place`` says whether the answer begins with thoughts; None if the model has none. ``hole`` is the place
     that the answer fills, or None. ``prediction`` is the predicted answer, or None. ``record`` is what a
     history keeps of it, as JSON.
@@ -316,6 +319,12 @@ class Prompt(NamedTuple):
     hole: Hole | None = None
     prediction: "PredictedText | None" = None
     record: bytes | None = None
+    pictures: Pictures | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """The target's tokens by which it keeps keys and values."""
+        return self.target if self.pictures is None else self.pictures.tokens
 
 
 def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:
@@ -369,7 +378,7 @@ def drafter_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> lis
     """The tokens of a prompt for a drafter, without parts that its template cannot take: it only guesses."""
     if isinstance(prompt, str):
         return encode_text(bundle, prompt, special=request.special)
-    messages, template = cast(Messages, prompt), bundle.chat_template
+    messages, template = without_images(cast(Messages, prompt)), bundle.chat_template
     if template is not None:
         try:
             arguments = _arguments(bundle, request)
@@ -490,7 +499,8 @@ def _chat(
         from edgespec.asking.tool_calls import with_calls_as_text
 
         messages = with_calls_as_text(template.taking(("tools",)).source, messages)
-    return begun(bundle, template.encode(messages, bundle.tokenizer, arguments))
+    tokens = template.encode(messages, bundle.tokenizer, arguments)
+    return begun(bundle, with_markers(bundle, tokens, messages))
 
 
 def begun(bundle: Bundle, ids: list[int]) -> list[int]:

@@ -246,7 +246,8 @@ def name_of(source: Path, target: Path | None = None) -> str:
 def mark_of(source: Path) -> str:
     """A text that changes when the source does."""
     beside = [*source.glob("*/config.json"), *source.glob("*/*.jinja")]
-    listed = parts_of(source) if source.is_file() else [*source.iterdir(), *beside]
+    towers = source.parent.glob("*mmproj*.gguf")
+    listed = [*parts_of(source), *towers] if source.is_file() else [*source.iterdir(), *beside]
     files = sorted(file for file in listed if file.is_file())
     stats = [(file.name, file.stat()) for file in files]
     key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]

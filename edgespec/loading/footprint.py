@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
-from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.bundle import VISION_DATA, Bundle
 from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.decoders.kept import BLOCK, KeptTensor, bytes_per_sequence, bytes_per_token, types_of
 from edgespec_models.decoders.record import record
@@ -94,7 +94,7 @@ class Footprint:
         mapped: Whether weights may stay in their file, from which the system reads them piece by piece. Other
             weights are copied at load.
         table_bytes: Bytes of tables. A pass reads a few of their rows, and they stay in their file.
-        working_bytes: Bytes of the tokenizer and of the buffers of passes.
+        working_bytes: Bytes of the tokenizer, of the buffers of passes, and of a tower for pictures.
         cache: The KV cache.
         experts_used: The share of a layer's experts that a row uses.
         download_bytes: Bytes to download before the model can be opened.
@@ -269,12 +269,14 @@ class Plan:
 def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
     """The footprint of a bundle; ``exact_rows`` is as in :class:`edgespec_runtimes.cpu.CpuOptions`."""
     manifest = bundle.manifest
-    return footprint_with(
+    made = footprint_with(
         *(manifest.name, manifest.config, manifest.bytes_by_class, _cache_of(bundle, exact_rows)),
         native=manifest.operators == "edgespec",
         state="here",
         device=manifest.made_for,
     )
+    tower = manifest.files.get(VISION_DATA)
+    return made if tower is None else replace(made, working_bytes=made.working_bytes + tower.size_bytes)
 
 
 def footprint_with(

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from edgespec.answering.answer import Answer
+from edgespec.asking.pictures import Pictures, images_of
 from edgespec.asking.request import (
     Hole,
     Prompt,
@@ -37,10 +38,12 @@ from edgespec.running.sequence import Seat, Sequence
 from edgespec.running.ticket import Ticket
 from edgespec.running.verifier import Verifier
 from edgespec_models.errors import DoesNotFit, RequestError, too_long
+from edgespec_models.families.towers import Pixels
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.memory import machine_memory
+from edgespec_runtimes.predictions import Floats
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
@@ -48,6 +51,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
     from edgespec.running.embedding import TextReader, TextsTicket
+    from edgespec_runtimes.vision import VisionSession
 
 
 _AGAIN = 0.7  # the chance that a token that was taken back is written again
@@ -137,7 +141,19 @@ class Runner:
             with suppress(TypeError, ValueError):  # such as content that is no JSON
                 record = json.dumps(source, ensure_ascii=False).encode()
         place = answer_place(self.target, prompt, tokens)
-        return Prompt(tokens, drafters, place, hole, predicted, record)
+        images, pictures = images_of(prompt), None
+        if images and self.target.manifest.vision is not None:
+            pictures = Pictures(tokens, images, self.target, self._see)
+        return Prompt(tokens, drafters, place, hole, predicted, record, pictures)
+
+    def _see(self, pixels: Pixels, budget: int) -> Floats:
+        return self._vision.vectors(pixels, budget)
+
+    @cached_property
+    def _vision(self) -> "VisionSession":
+        from edgespec_runtimes.vision import VisionSession
+
+        return VisionSession(self.target, self.options.cpu())
 
     def begin(self, ticket: Ticket, prices: Prices) -> Sequence | None:
         """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
@@ -159,10 +175,10 @@ class Runner:
         room = count + min(new, USUAL_TOKENS)  # more comes when passes need it
         if any(seat.taken for seat in self.seats) and not self._has_room(room):
             return None
-        seat, starts = self._seat(prompt.target), message_starts(prompt.target, self.target.tokenizer)
+        seat, starts = self._seat(prompt.rows), message_starts(prompt.target, self.target.tokenizer)
         others = [other.target for other in self.seats if other.taken]
         checkpoints = self.caches.fetch(
-            seat.target, prompt.target, others, starts, on_disk=request.prompt_cache
+            seat.target, prompt.rows, others, starts, on_disk=request.prompt_cache
         )
         seat.taken = True
         with ExitStack() as undoing:
@@ -277,6 +293,7 @@ class Runner:
         if self._is_closed:
             return
         self._is_closed = True
+        vars(self).pop("_vision", None)
         for running in filter(None, (self.loaded.target, self.loaded.drafter)):
             if template := vars(running.bundle).get("chat_template"):  # it is compiled at its first use
                 template.close()

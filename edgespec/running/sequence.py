@@ -81,7 +81,9 @@ class Sequence:
         self._stop, self._checkpoints, self._drafter_s = stop, checkpoints, 0.0
         self._features: Floats | None = None  # features of the end of the prompt
         self._read = 0  # rows of this round's pass
-        held = answer.cached_tokens = session.rewind(session.shared_prefix(tokens[:-1]))
+        self._pictures = ticket.prompt.pictures
+        known = session.shared_prefix(self._named(0, len(tokens) - 1))
+        held = answer.cached_tokens = session.rewind(known)
         self._progress: Progress | None = None  # of a prompt that takes several passes
         if self.unread >= session.model.piece:
             self._progress = Progress(len(tokens), held, held, 0.0)
@@ -105,6 +107,8 @@ class Sequence:
         """
         rows = max(1 + self._max_draft, min(1 + self.unread, self.session.model.piece))
         self.session.prepare(min(self.session.length + rows, self._end))
+        if self._pictures is not None:
+            self._pictures.vectors(self.session.length, self.session.length + rows)
 
     def propose(self, prices: Prices) -> Rows | None:
         """Begin to draft; the rows that a drafter has to read next, or None if :attr:`draft` is complete."""
@@ -149,7 +153,9 @@ class Sequence:
         next_ = min(
             (place for place in self._checkpoints if place > self.session.length), default=len(self.tokens)
         )
-        piece = self.tokens[self.session.length : next_][: min(most, _SCORED) if scored else most]
+        start = self.session.length
+        piece = self._named(start, min(next_, start + (min(most, _SCORED) if scored else most)))
+        vectors = None if self._pictures is None else self._pictures.vectors(start, start + len(piece))
         begins = len(piece) > self.unread
         if self.unread:
             drafted = min(drafted, most - len(piece)) if begins else 0
@@ -157,8 +163,15 @@ class Sequence:
         self._read = len(piece)
         if begins and not scored:
             self._read += len(self.draft.tokens)
-            return Rows(self.session, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
-        return Rows(self.session, piece, len(piece) if scored else 0)
+            tokens = [*piece, *self.draft.tokens]
+            return Rows(self.session, tokens, 1 + len(self.draft.tokens), vectors=vectors)
+        return Rows(self.session, piece, len(piece) if scored else 0, vectors=vectors)
+
+    def _named(self, start: int, end: int) -> list[int]:
+        """Tokens as the target keeps them, with names of pictures' rows."""
+        if self._pictures is None:
+            return self.tokens[start:end]
+        return self._pictures.tokens[start:end] + self.tokens[max(start, len(self._pictures.tokens)) : end]
 
     def take(self, predictions: Predictions, passed: Passed) -> Step | None:
         """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted."""

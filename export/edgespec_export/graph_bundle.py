@@ -25,6 +25,7 @@ from edgespec_export.graphs.parity import (
 )
 from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_export.graphs.ranges import ActivationRanges, measure_ranges, precision_for
+from edgespec_export.graphs.tower import write_tower
 from edgespec_export.graphs.trim import Tokens, keep_frequent, plan_trim
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
@@ -125,6 +126,8 @@ def _write(
             "set of options": repr(replace(options, overwrite=False)),
         }
         model, by_class = write_graph(checkpoint, plan, folder, progress, made_of)
+        if plan.pictures and checkpoint.tower is not None:
+            write_tower(*checkpoint.tower, folder)
         losses = measure_losses(plan, checkpoint, model)
         rows = config.vocab_size if kept is None else len(kept)
         activations = plan.precision.activations
@@ -145,6 +148,7 @@ def _write(
             choices=plan.choices,
             operators="edgespec" if options.native else "standard",
             ranking=None if ranking is None else ranking[0],
+            vision=None if checkpoint.tower is None or not plan.pictures else checkpoint.tower[0],
         )
         facts = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())
@@ -162,13 +166,15 @@ def _plan(
     checkpoint: Checkpoint, options: ExportOptions, settled: tuple[Tokens | None, ActivationRanges | None]
 ) -> DecoderPlan:
     kept, ranges = settled
-    return plan_decoder(
+    plan = plan_decoder(
         checkpoint,
         options.quantization,
         native=options.native,
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )
+    sees = checkpoint.tower is not None and options.native and options.role == "target"
+    return replace(plan, pictures=True) if sees else plan
 
 
 def _ranges(

@@ -162,13 +162,15 @@ def open_graph(
     options: CpuOptions,
     *,
     native: bool = False,
+    both: bool = False,
     streams: Sequence[str] = (),
     in_bytes: Sequence[KeptTensor] = (),
 ) -> Any:
     """ONNX Runtime's session over ``graph``, for target and drafter side by side in one process.
 
-    ``native`` graphs consist of edgespec's own operators. ``streams`` are values that become outputs. The
-    keys and values ``in_bytes`` are of 8 bits, though the file has them in float16.
+    ``native`` graphs consist of edgespec's own operators, and in ``both`` ONNX Runtime's take as long.
+    ``streams`` are values that become outputs. The keys and values ``in_bytes`` are of 8 bits, though the
+    file has them in float16.
 
     Raises:
         BundleError: ONNX Runtime cannot load the graph.
@@ -176,7 +178,8 @@ def open_graph(
     """
     settings = session_settings(options)
     if native:
-        settings.intra_op_num_threads = 1  # the operators have threads of their own
+        if not both:
+            settings.intra_op_num_threads = 1  # the operators have threads of their own
         settings.add_session_config_entry("edgespec.low", "1" if options.low_priority else "")
         register_operators(
             settings,

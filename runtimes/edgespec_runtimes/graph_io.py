@@ -145,7 +145,7 @@ class NativeModel(_GraphModel):
     table of blocks. A graph of ONNX Runtime's takes one, and computes at least two rows of logits if rows
     have to be exact.
 
-    ``passes`` are bindings by number of tokens, of wanted rows and of parts.
+    ``passes`` are bindings by number of tokens, of wanted rows, of parts, of features and of vectors.
     """
 
     states: States
@@ -187,6 +187,8 @@ class NativeModel(_GraphModel):
         layout = target_tensors or [tensor for tensor in kept if tensor.per != "sequence" or not has_slots]
         self.cache = BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)
         self.states, self.places = States(kept), ResumePoints.of(kept)
+        self.reads_vectors = "picture_vectors" in self._inputs
+        self._no_vectors = np.empty((0, width), np.float32)
 
     @property
     def kv_bytes(self) -> int:
@@ -218,8 +220,10 @@ class NativeModel(_GraphModel):
         wanted = sum(part.rows for part in parts)
         features, states = self._hidden.inputs(parts)
         doubled = [_twice(part, least=2) for part in parts] if self._spare else parts
-        pass_ = Pass(doubled, self._context, self._columns + len(self._context), features, states)
-        key = sum(len(part.tokens) for part in parts), wanted, len(parts), len(features)
+        rows = [part.vectors for part in parts if part.vectors is not None]
+        vectors = np.concatenate([self._no_vectors, *rows])
+        pass_ = Pass(doubled, self._context, self._columns + len(self._context), features, states, vectors)
+        key = sum(len(part.tokens) for part in parts), wanted, len(parts), len(features), len(vectors)
         bound = self.passes.get(key)
         if bound is None:
             if len(self.passes) >= _MAX_KEPT_BINDINGS:

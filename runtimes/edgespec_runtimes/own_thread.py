@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
@@ -29,6 +29,10 @@ class OwnThread:
     def run_with_iobinding(self, binding: Any, options: Any = None) -> None:
         """Run a pass, and wait for its end."""
         self._call(self._session.run_with_iobinding, binding, options)
+
+    def run(self, outputs: Sequence[str], inputs: Mapping[str, Any], options: Any = None) -> Any:
+        """Run a pass over arrays, and return the outputs."""
+        return self._call(self._session.run, outputs, inputs, options)
 
     def release_captured_graph(self, number: int) -> None:
         """Free a graph, which the thread has captured."""

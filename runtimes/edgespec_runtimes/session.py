@@ -29,7 +29,8 @@ class Rows:
     ``wanted`` is the number of last tokens whose logits are wanted. A head also reads ``features`` or
     ``states`` of the tokens (:class:`edgespec_models.bundles.graph_contract.Part`). A head without keys and
     values reads the cache of ``target``, at its last token, a row in a pass. Of the first ``injected`` tokens
-    a head reads only the features.
+    a head reads only the features. Negative tokens are names of rows of pictures, of which ``vectors`` has
+    one each, in their order: rows with the same name have the same vector.
     """
 
     session: "Session"
@@ -39,6 +40,7 @@ class Rows:
     states: npt.NDArray[np.float32] | None = None
     target: "Session | None" = None
     injected: int = 0
+    vectors: npt.NDArray[np.float32] | None = None
 
 
 class LoadedModel(ABC):
@@ -53,6 +55,7 @@ class LoadedModel(ABC):
         config: the shape of the decoder.
         most_rows: the most rows of a pass with logits if not all are wanted, which bounds their memory.
         takes_several: whether a pass may have rows of several sessions.
+        reads_vectors: whether rows may be vectors of pictures.
         copies_cache: whether every pass writes the whole KV cache anew, as in graphs that concatenate.
         cache: keys and values of all sessions; None if the host has none.
         stretches: the sessions' parts of it.
@@ -68,6 +71,7 @@ class LoadedModel(ABC):
 
     most_rows: int
     takes_several = False
+    reads_vectors = False
     copies_cache = False
     cache: KVBuffers | None = None
     states: States | None = None
@@ -143,7 +147,9 @@ class LoadedModel(ABC):
             if session.model is not self:
                 raise RequestError("a pass cannot read rows of another model's session")
             session.reserve(session.length + len(tokens))
-            if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            named = 0 if entry.vectors is None or not self.reads_vectors else len(entry.vectors)
+            unknown = sum(token < 0 for token in tokens) != named
+            if not len(tokens) or unknown or max(tokens) >= self.vocab_size:
                 raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
         owners = [entry for entry in rows if entry.target is None]
         self._extend([(entry.session.stretch, entry.session.length + len(entry.tokens)) for entry in owners])
@@ -164,6 +170,7 @@ class LoadedModel(ABC):
                     behind=stretch.behind,
                     cache=None if target is None else target.model.cache,
                     injected=entry.injected,
+                    vectors=entry.vectors,
                 )
             )
         try:

@@ -116,7 +116,9 @@ def toy_bundle(name: str, context: int, tokenizer: Tokenizer | None = None) -> B
     """All that a model asks of its bundle; without a tokenizer it has the toys'."""
     ends = SpecialTokens(None, (), add_bos=False)
     bundle = SimpleNamespace(
-        manifest=SimpleNamespace(name=name, special_tokens=ends, kept_bytes=KV_BYTES.__mul__, sampling=None),
+        manifest=SimpleNamespace(
+            name=name, special_tokens=ends, kept_bytes=KV_BYTES.__mul__, sampling=None, vision=None
+        ),
         config=SimpleNamespace(context_length=context, vocab_size=VOCAB, is_head=False, reads_cache=False),
         tokenizer=tokenizer or toy_tokenizer(),
         chat_template=ChatTemplate(TEMPLATE),

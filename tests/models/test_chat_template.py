@@ -107,7 +107,7 @@ def test_format_cannot_reach_attributes() -> None:
         ([{"role": "user", "content": 3}], "content 3; allowed: a text"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "part .*models read text alone",
+            "part .*pictures where the model reads them",
         ),
         ([{"role": "user", "content": ["hi"]}], "part 'hi'"),
         ([{"role": "user", "content": "hi", "name": object()}], r"messages\[0\]\.'name' is <object"),

@@ -126,7 +126,7 @@ def _build(checkpoint: Checkpoint, plan: DecoderPlan) -> ir.Model:
     return (build_native if plan.native else build_decoder)(checkpoint.config, plan)
 
 
-def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], int]:
+def allocate(model: ir.Model, folder: Path, data: str = DATA_FILE) -> tuple[dict[str, ir.Value], int]:
     """Place each parameter in the data file; returns them and its size. OSError if the disk has no room."""
     parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
     at = 0
@@ -136,10 +136,10 @@ def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], int]:
         n_bytes = int(np.prod(shape)) * value.dtype.itemsize
         at = -(-at // _PAGE) * _PAGE
         value.const_value = ir.ExternalTensor(
-            DATA_FILE, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
+            data, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
         )
         at += int(n_bytes)
-    free = shutil.disk_usage(folder).free + _taken(folder / DATA_FILE)
+    free = shutil.disk_usage(folder).free + _taken(folder / data)
     if free < at:  # before minutes of writing
         raise OSError(errno.ENOSPC, f"the weights take {at:,} bytes, {free:,} are free")
     return parameters, at

@@ -23,6 +23,7 @@ from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
+from edgespec_models.families.towers import Tower
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import Progress, ProgressCallback
@@ -56,6 +57,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         stack: holds the open files.
         changes: changes to the files' weights, for a bundle's provenance.
         sampling: the sampling that the files advise; None for heads too.
+        tower: what makes vectors of pictures, and its tensors by the names of its parameters; None without.
     """
 
     path: Path
@@ -73,6 +75,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
     sampling: Sampling | None = None
+    tower: tuple[Tower, Mapping[str, Tensor]] | None = None
 
     def __exit__(self, *exc: object) -> None:
         self.close()

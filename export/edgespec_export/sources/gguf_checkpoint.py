@@ -16,6 +16,7 @@ from typing import Any, Final
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
+from edgespec_export.sources.mmproj import tower_beside
 from edgespec_export.sources.ranking import ranking_of
 from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.decoders.transformer import Transformer
@@ -101,6 +102,10 @@ class GGUFCheckpoint(Checkpoint):
             self.config = self._read_config(file, own)
             self.split_stacked()
             self.check_shapes()
+            texts = self.metadata.get("tokenizer.ggml.tokens")
+            beside = tower_beside(path, self.config, texts if isinstance(texts, list) else (), stack)
+            if beside is not None:
+                self.tower, self.files = beside[:2], (*self.files, beside[2])
             self.stack = stack.pop_all()
         # Cached, so that they warn once.
         self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))

@@ -20,7 +20,7 @@ from edgespec_export.sources.ranking import pair_template, ranking_of
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
-from edgespec_models.families import NEEDS_TARGET, head_of, model_of
+from edgespec_models.families import NEEDS_TARGET, head_of, model_of, tower_of
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import own_names
 from edgespec_models.families.reading import config_of, logits_factor
@@ -65,6 +65,7 @@ class HFCheckpoint(Checkpoint):
             raise RequestError(f"{path} {NEEDS_TARGET}")
         self.family, facts = model_of(stated)
         self.config, self._eyes = config_of(facts, self.family), bool(facts.section("text_config").keys)
+        self._tower = tower_of(stated)
         self.logits_factor = logits_factor(facts)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
@@ -151,6 +152,7 @@ class HFCheckpoint(Checkpoint):
         named, taken = alternating_tensors(files) if self.family.alternating else ({}, set[str]())
         scaled, parts = nvfp4_tensors(files)
         unknown, has_mtp, place = [], False, mtp_place(self.family, self.config.num_layers)
+        eyes = dict[str, Tensor]()
         for name in (*(name for name in files if name not in taken | parts), *scaled):
             inner = alone(name, self.family)
             own = own_name(inner, r"model\.layers\.", outer, layer)
@@ -160,6 +162,8 @@ class HFCheckpoint(Checkpoint):
                 named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif _VISION_TENSORS.fullmatch(name):
                 self._eyes = True
+                if self._tower is not None:
+                    eyes[name.removeprefix("model.")] = files[name].tensor(name, scalars=True)
             elif not COMPUTED.fullmatch(name):
                 unknown += [name] if name in self._listed else []
         for own, tensor in named.items():
@@ -167,7 +171,9 @@ class HFCheckpoint(Checkpoint):
                 named[own] = replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
         if has_mtp:
             self.leave_out_mtp()
-        if self._eyes:
+        if self._tower is not None and eyes:
+            self.tower = self._tower, eyes
+        elif self._eyes:
             _LOG.warning("%s: only the text model is exported; it reads no images", self.path.name)
         if unknown:
             packed = any(name.endswith(".qweight") for name in unknown)

@@ -52,22 +52,22 @@ class SafetensorsFile:
         """Close the file; values that were read stay valid."""
         self._file.close()
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor called ``name``, which must be one of ``names``.
+    def tensor(self, name: str, *, scalars: bool = False) -> Tensor:
+        """The tensor called ``name``, which must be one of ``names``. Of ``scalars`` it has a shape of (1,).
 
         Raises:
             ModelFileError: its entry is damaged, or its bytes lie beyond the end of the file.
             UnsupportedModelError: its dtype is none of F32, F16 and BF16.
         """
-        dtype = self._entry(name)[0]
+        dtype = self._entry(name, scalars=scalars)[0]
         if dtype not in _FORMATS:
             raise UnsupportedModelError(
                 f"tensor {name!r} of {self.path.name} has the dtype {dtype}; edgespec exports "
                 f"{', '.join(_FORMATS)}. Use the model's unquantized checkpoint, or a GGUF file."
             )
         kind = _FORMATS[dtype]
-        shape, offset = self._place(name, kind.block_bytes)
-        return Tensor(name, shape, kind, self._file, offset)
+        shape, offset = self._place(name, kind.block_bytes, scalars=scalars)
+        return Tensor(name, shape or (1,), kind, self._file, offset)
 
     def raw(self, name: str) -> Raw:
         """The shape of a tensor of single bytes, the file, and the place of its bytes.
@@ -114,9 +114,9 @@ class SafetensorsFile:
             )
         return np.frombuffer(data, numbers).reshape(shape)
 
-    def _place(self, name: str, width: int) -> tuple[tuple[int, ...], int]:
+    def _place(self, name: str, width: int, *, scalars: bool = False) -> tuple[tuple[int, ...], int]:
         """Shape of a tensor with numbers of this many bytes, and its place in the file."""
-        dtype, shape, begin, end = self._entry(name)
+        dtype, shape, begin, end = self._entry(name, scalars=scalars)
         if end - begin != prod(shape) * width:
             raise self._fail(f"tensor {name!r} of shape {shape} ({dtype}) takes {end - begin:,} bytes")
         if self._start + end > self._size:

@@ -8,6 +8,7 @@
 ``tokenizer.json``     as the `tokenizers` library reads it
 ``chat_template.jinja`` where the model has one, ``chat_template.NAME.jinja`` for tools or documents
 ``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
+``vision.onnx``        of a model that reads pictures: what makes vectors of them, with ``vision.onnx.data``
 ``rank_head.npy``      of a reranker: the row whose product with a text's last state is its score's logit
 ``report.json``        the measurements of the export, with the parity check
 
@@ -36,7 +37,8 @@ from edgespec_models.decoders.kept import KeptTensor, bytes_per_sequence, bytes_
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, naming, shell_word
-from edgespec_models.families import decoder_named
+from edgespec_models.families import decoder_named, tower_named
+from edgespec_models.families.towers import Tower
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import check_fields, length, matching, parse, read, read_text, shown, within
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
+VISION, VISION_DATA = "vision.onnx", "vision.onnx.data"
 TEMPLATE, REPORT, HEAD_TOKENS, RANK_HEAD = FILE, "report.json", "head_tokens.npy", "rank_head.npy"
 GENAI, HF_CONFIG = "genai_config.json", "config.json"
 """Files that mark directories of other exporters."""
@@ -175,6 +178,7 @@ class Manifest:
         embedding: how texts become vectors; None for other models.
         ranking: how texts get scores for a query; None for other models.
         sampling: the sampling that the model's files advise; None if they advise none.
+        vision: what makes vectors of pictures; None for models of text, whose manifests leave it out.
     """
 
     name: Annotated[str, length(1)]
@@ -197,11 +201,14 @@ class Manifest:
     embedding: Embedding | None = None
     ranking: Ranking | None = None
     sampling: Sampling | None = None
+    vision: Tower | None = None
 
     def __post_init__(self) -> None:
         ends, size = self.special_tokens, self.config.vocab_size
         end = None if self.embedding is None else self.embedding.end
         named = {"special_tokens.bos": (ends.bos or 0,), "special_tokens.eos": ends.eos}
+        if self.vision is not None:
+            named["vision"] = (self.vision.marker, *self.vision.around)
         named["special_tokens.suppressed"] = (*ends.suppressed, *ends.suppressed_first)
         named["special_tokens.bad_words"] = tuple(chain.from_iterable(ends.bad_words))
         for name, ids in (named | {"embedding.end": (end or 0,)}).items():
@@ -258,6 +265,8 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         value = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if self.vision is None:
+            del value["vision"]
         return value | {_DIGEST: _digest(value)}
 
     @classmethod
@@ -285,6 +294,14 @@ class Manifest:
             raise BundleError(f"{where}, config: architecture is {shown(name)}, which is not known. {AGAIN}.")
         config = read(decoder, facts, f"{where}, config", BundleError, AGAIN)
         fields = {key: field for key, field in value.items() if key not in ("format_version", _DIGEST)}
+        if (vision := value.get("vision")) is not None:
+            name = vision.get("architecture") if isinstance(vision, dict) else None
+            tower = tower_named(name)
+            if tower is None:
+                raise BundleError(
+                    f"{where}, vision: architecture is {shown(name)}, which is not known. {AGAIN}."
+                )
+            fields["vision"] = read(tower, vision, f"{where}, vision", BundleError, AGAIN)
         return read(cls, fields | {"config": config}, str(where), BundleError, AGAIN)
 
 
@@ -311,7 +328,8 @@ class Bundle:
         for name, stated in self.manifest.files.items():
             self._check(name, stated, verify_digests)
         static = self.manifest.static
-        for name in (TOKENIZER, *([GRAPH] if static is None else static.files)):
+        of_tower = () if self.manifest.vision is None else (VISION, VISION_DATA)
+        for name in (TOKENIZER, *of_tower, *([GRAPH] if static is None else static.files)):
             if name not in self.manifest.files:
                 raise BundleError(f"{where} does not list {name}; export the model again")
 
@@ -350,7 +368,7 @@ class Bundle:
     @property
     def reads_images(self) -> bool:
         """Whether messages may have pictures."""
-        return False
+        return self.manifest.vision is not None
 
     @property
     def ranks(self) -> bool:

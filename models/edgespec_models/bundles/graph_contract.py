@@ -23,7 +23,8 @@ class Part(NamedTuple):
     """The part of a pass that belongs to one sequence.
 
     Attributes:
-        tokens: tokens of the sequence behind the first ``start``, which the KV cache holds.
+        tokens: tokens of the sequence behind the first ``start``, which the KV cache holds. Negative ones
+            stand for rows of pictures.
         rows: the number of last tokens whose logits are wanted.
         blocks: numbers of the KV cache's blocks with the tokens before and in the pass; for graphs with a
             table of them.
@@ -34,6 +35,7 @@ class Part(NamedTuple):
         behind: the number of tokens behind which these states are.
         cache: the KV cache with ``blocks``, if it is another model's.
         injected: the number of first tokens that leave keys and values of their features alone.
+        vectors: the rows of pictures among the tokens, float32 ``(rows, width)``.
     """
 
     tokens: Sequence[int]
@@ -47,6 +49,7 @@ class Part(NamedTuple):
     behind: int = 0
     cache: Any = None
     injected: int = 0
+    vectors: npt.NDArray[np.float32] | None = None
 
     @property
     def end(self) -> int:
@@ -63,6 +66,7 @@ class Pass:
         columns: columns of the logits.
         features: features of a head's first tokens, ``(m, width)``.
         states: states of the tokens behind these, ``(k, width)``.
+        vectors: rows of pictures of all parts, ``(p, width)``.
     """
 
     parts: Sequence[Part]
@@ -70,6 +74,7 @@ class Pass:
     columns: int = 0
     features: npt.NDArray[np.float32] | None = None
     states: npt.NDArray[np.float32] | None = None
+    vectors: npt.NDArray[np.float32] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -98,7 +103,7 @@ BLOCKS: Final = "blocks"
 
 INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
     {
-        "input_ids": lambda run: [run.tokens],
+        "input_ids": lambda run: [[max(token, 0) for token in run.tokens]],
         "attention_mask": lambda run: np.ones((1, run.parts[0].end)),
         "position_ids": lambda run: np.arange(run.parts[0].start, run.parts[0].end)[None],
         "sequences": lambda run: [(part.start, len(part.tokens)) for part in run.parts],
@@ -115,6 +120,10 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
         "column_order": lambda run: -np.arange(run.columns),
         "features": lambda run: np.asarray(run.features)[None],
         "states": lambda run: np.asarray(run.states)[None],
+        "picture_rows": lambda run: np.reshape(
+            [(0, row) for row, token in enumerate(run.tokens) if token < 0], (-1, 2)
+        ),
+        "picture_vectors": lambda run: np.asarray(run.vectors),
     }
 )
 """Inputs of graphs of any shape, but for weights and the KV cache, and their values in a pass."""
@@ -122,7 +131,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
 CHANGING: Final = frozenset(
     {
         *("input_ids", "sequences", "wanted_sequences", "injected_rows", "places", "seqlens_k"),
-        *("total_sequence_length", ROWS, "features", "states"),
+        *("total_sequence_length", ROWS, "features", "states", "picture_rows", "picture_vectors"),
     }
 )
 """Inputs of edgespec's graphs whose values differ between passes over equally many tokens."""

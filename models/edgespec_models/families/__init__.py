@@ -18,6 +18,7 @@ from edgespec_models.families.gemma2 import GEMMA2
 from edgespec_models.families.gemma3 import GEMMA3
 from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from edgespec_models.families.gemma4_assistant import ASSISTANT, GEMMA4_ASSISTANT
+from edgespec_models.families.gemma4_vision import GEMMA4_VISION
 from edgespec_models.families.glm4 import GLM4
 from edgespec_models.families.glm4_moe_lite import GLM4_MOE_LITE
 from edgespec_models.families.glm4_moe_lite import MTP_LAYER as LATENT_MTP
@@ -39,6 +40,7 @@ from edgespec_models.families.qwen35 import MTP_LAYER, QWEN35, QWEN35_MOE
 from edgespec_models.families.reading import config_of
 from edgespec_models.families.seed_oss import SEED_OSS
 from edgespec_models.families.smollm3 import SMOLLM3
+from edgespec_models.families.towers import Tower
 from edgespec_models.files.facts import Facts
 
 MODELS: Final = (
@@ -50,6 +52,7 @@ MODELS: Final = (
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
+TOWERS: Final = (GEMMA4_VISION,)
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
     "target's source"
@@ -124,6 +127,17 @@ def of_gguf(architecture: object) -> Family | None:
 def named(name: str) -> Family | None:
     """The first family that manifests call ``name``; None without one."""
     return next((family for family in MODELS if family.name == name), None)
+
+
+def tower_of(facts: Facts) -> Tower | None:
+    """The tower in a ``config.json``; None without one, and for those that edgespec does not run."""
+    kind = facts.section("vision_config").value("model_type")
+    return next((family.read(facts) for family in TOWERS if family.hub == kind), None)
+
+
+def tower_named(name: object) -> type[Tower] | None:
+    """The towers that manifests call ``name``; None without such."""
+    return next((family.tower for family in TOWERS if family.name == name), None)
 
 
 def decoder_named(name: object) -> type[Transformer] | None:

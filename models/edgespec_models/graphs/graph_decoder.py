@@ -23,7 +23,7 @@ from edgespec_models.decoders.transformer import Transformer
 
 FLOAT: Final = ir.DataType.FLOAT
 INT64: Final = ir.DataType.INT64
-_IR_VERSION = 10
+IR_VERSION: Final = 10
 
 
 class GraphDecoder(Backend):
@@ -93,7 +93,7 @@ class GraphDecoder(Backend):
 
     def model(self) -> ir.Model:
         """The finished graph."""
-        return ir.Model(self.graph, ir_version=_IR_VERSION, producer_name="edgespec")
+        return ir.Model(self.graph, ir_version=IR_VERSION, producer_name="edgespec")
 
 
 def parameter(graph: ir.Graph, name: str, shape: Sequence[int], kind: ir.DataType) -> ir.Value:

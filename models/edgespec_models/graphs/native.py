@@ -23,6 +23,9 @@ A head that drafts blocks (:class:`~edgespec_models.decoders.config.Block`) take
 ``injected_rows`` int64 (s). It reads only the features of that many first tokens of each sequence;
 ``input_ids`` are the tokens behind them. It has no states.
 
+A decoder that reads pictures takes ``picture_vectors`` float32 (p, hidden), which replace the embeddings of
+rows ``picture_rows`` int64 (p, 2), each 0 and the row's number.
+
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
 
@@ -43,7 +46,7 @@ from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
 
 DOMAIN: Final = "edgespec"
-_OPSET = 23
+OPSET: Final = 23
 _GATES: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu", "relu2": "squared"}
 
 
@@ -87,7 +90,7 @@ class _NativeDecoder(GraphDecoder):
     medium, reads_blocks = "edgespec's kernels", True
 
     def __init__(self, config: Transformer, plan: DecoderPlan) -> None:
-        super().__init__(config, {"": _OPSET, DOMAIN: 1})
+        super().__init__(config, {"": OPSET, DOMAIN: 1})
         self.plan, self.epsilon = plan, float(config.norm_epsilon)
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
         self.caches = dict[int, list[ir.Value]]()  # keys and values behind the pass, by layer
@@ -204,7 +207,11 @@ class _NativeDecoder(GraphDecoder):
 
     def embed(self, rows: int, width: int, scale: float = 1.0) -> ir.Value:
         self.shape_of_table = rows, width
-        return self.embedded(self.ids, float(scale))
+        x = self.embedded(self.ids, float(scale))
+        if not self.plan.pictures:
+            return x
+        places = self.input("picture_rows", INT64, ["p", 2])
+        return self.op("ScatterND", x, places, self.input("picture_vectors", FLOAT, ["p", width]))
 
     def embedded(self, ids: ir.Value, factor: float) -> ir.Value:
         return self.rows_of("embedding.weight", self.plan.embedding.format, self.shape_of_table, ids, factor)

@@ -78,6 +78,7 @@ class DecoderPlan:
     ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
     ``context`` gives such a graph the input ``context_tokens``: further tokens that it can write, with the
     token embedding as LM head. ``columns`` are the tokens of an LM head that has not all in its file.
+    With ``pictures`` some rows of the pass are vectors, of pictures.
     """
 
     embedding: EmbeddingSpec
@@ -86,6 +87,7 @@ class DecoderPlan:
     context: bool = False
     columns: tuple[int, ...] | None = None
     precision: Precision = FULL
+    pictures: bool = False
 
     @property
     def native(self) -> bool:

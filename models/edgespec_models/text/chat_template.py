@@ -45,6 +45,8 @@ _CHANGES: Final = re.compile(r"\b(lower|upper|capitalize|title|swapcase|casefold
 """Filters and methods that can turn a text into the text of a control token."""
 _BRACKET: Final = re.compile(r"[<\[]")  # with which control tokens begin
 _ASK: Final[dict[str, Any]] = {"role": "user", "content": "a"}
+_IMAGE: Final = {"type": "image"}
+"""A picture, as templates read it."""
 _TOOL: Final = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
 
@@ -364,6 +366,9 @@ def _plain(value: object, where: str, depth: int = 0) -> Any:
 def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"is {shown(message)}; allowed: a mapping with 'role' and 'content'", where)
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        message = {**message, "content": [_IMAGE if _is_image(part) else part for part in content]}
     copy: dict[str, Any] = _plain(message, where)
     role = copy.get("role")
     if role not in _ROLES:
@@ -378,13 +383,17 @@ def _message(message: object, where: str) -> dict[str, Any]:
         raise RequestError(f"has the content {shown(content)}; allowed: a text, or text parts", where)
     for part in content if isinstance(content, list) else ():
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
+        if not isinstance(text, str) and part != _IMAGE:
             raise RequestError(
-                f"has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, because models "
-                "read text alone",
+                f"has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, and "
+                "pictures where the model reads them",
                 where,
             )
     return copy
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _arrangements(messages: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -428,7 +437,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
 def _shape(message: dict[str, Any], form: _Reads) -> dict[str, Any]:
     """The message with contents and arguments of calls in the form that a template reads."""
     content = message["content"]
-    if isinstance(content, list) and not form.parts:
+    if isinstance(content, list) and not form.parts and _IMAGE not in content:
         content = "\n".join(part["text"] for part in content)
     elif not isinstance(content, list) and not (content is None and form.none):
         content = [{"type": "text", "text": content or ""}] if form.parts else content or ""

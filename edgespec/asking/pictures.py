@@ -1,0 +1,112 @@
+"""The pictures of a conversation among its tokens: markers, names of their rows, and their vectors."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec.asking.images import Image
+from edgespec_models.bundles.bundle import VISION_DATA, Bundle
+from edgespec_models.errors import RequestError
+from edgespec_models.families.towers import Pixels, Tower
+
+_Vectors = npt.NDArray[np.float32]
+_NAMES = 1 << 62
+
+
+def images_of(prompt: object) -> list[Image]:
+    """The pictures of a conversation, in order; none of other prompts."""
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    images = [part.get("image") for part in parts if isinstance(part, Mapping)]
+    return [image for image in images if isinstance(image, Image)]
+
+
+def without_images(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The conversation's texts, for models that read nothing else."""
+    if not images_of(messages):
+        return messages
+
+    def texts(content: Any) -> Any:
+        if not isinstance(content, list | tuple):
+            return content
+        return [part for part in content if part.get("type") != "image"]
+
+    return [{**message, "content": texts(message.get("content"))} for message in messages]
+
+
+def with_markers(bundle: Bundle, tokens: list[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """``tokens`` of a conversation, with a marker for each row of a picture where the template has one.
+
+    RequestError if the chat template does not show every picture.
+    """
+    images = images_of(messages)
+    tower = bundle.manifest.vision if images else None
+    if tower is None:
+        return tokens
+    if tokens.count(tower.marker) != len(images):
+        raise RequestError(
+            f"have {len(images)} pictures, and the model's chat template shows {tokens.count(tower.marker)}; "
+            "give pictures in messages of the user",
+            "messages",
+        )
+    rows = iter([tower.tokens(_rows(tower, image)[1]) for image in images])
+    return [id_ for token in tokens for id_ in (next(rows) if token == tower.marker else [token])]
+
+
+def _rows(tower: Tower, image: Image) -> tuple[int, int]:
+    """A picture's budget, and the number of its rows."""
+    budget = tower.budget(image.detail, image.image_tokens)
+    return budget, tower.count(tower.size(image.pixels.shape, budget))
+
+
+class Pictures:
+    """The pictures ``images`` in the place of markers in ``tokens`` of a prompt for ``bundle``.
+
+    Keys and values are kept under a row's token. So each row of a picture has a negative name, of the
+    picture, its budget, the tower and the row: two pictures never share them, and the same one does.
+
+    ``see`` makes the vectors of pixels and a budget.
+
+    Attributes:
+        tokens: the tokens of the prompt, with names in place of markers.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        images: Sequence[Image],
+        bundle: Bundle,
+        see: Callable[[Pixels, int], _Vectors],
+    ) -> None:
+        tower = bundle.manifest.vision
+        assert tower is not None  # or its prompts would have no pictures
+        self.tokens, self._see, self._images = [*tokens], see, images
+        made_by = f"{bundle.manifest.files[VISION_DATA].sha256} {tower}"
+        self._places, self._vectors = list[tuple[int, range]](), dict[int, _Vectors]()
+        end = 0
+        for image in images:
+            budget, count = _rows(tower, image)
+            name = hashlib.sha256(f"{made_by} {image.digest} {budget}".encode()).digest()
+            first = int.from_bytes(name[:8], "little") % _NAMES
+            start = self.tokens.index(tower.marker, end)
+            end = start + count
+            self.tokens[start:end] = [-1 - first - row for row in range(count)]
+            self._places.append((budget, range(start, end)))
+
+    def vectors(self, start: int, end: int) -> _Vectors | None:
+        """The vectors of rows from ``start`` to before ``end``; None if none is of a picture.
+
+        Raises as :meth:`edgespec_runtimes.vision.VisionSession.vectors` does.
+        """
+        parts = list[_Vectors]()
+        for number, (budget, places) in enumerate(self._places):
+            first, last = max(start, places.start), min(end, places.stop)
+            if first < last:
+                if number not in self._vectors:
+                    self._vectors[number] = self._see(self._images[number].pixels, budget)
+                parts.append(self._vectors[number][first - places.start : last - places.start])
+        return np.concatenate(parts) if parts else None

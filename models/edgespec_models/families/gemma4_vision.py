@@ -1,0 +1,239 @@
+"""The tower of Gemma 4 E2B and E4B: products whose inputs and results are clamped, vectors of 3 x 3 patches.
+
+The larger models have it too, but there rows of a picture see each other in windowed layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, sqrt
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.decoders.config import Count
+from edgespec_models.decoders.transformer import Transformer
+from edgespec_models.families.gemma4 import Gemma4
+from edgespec_models.families.towers import Operations, Pixels, Tower, TowerFamily, patches
+from edgespec_models.files.facts import Facts
+
+_BUDGETS: Final = (70, 140, 280, 560, 1120)
+_OF_DETAIL: Final = {"low": 70, "high": 1120}
+_USUAL: Final = 280
+_TOWER, _OUT = "vision_tower.", "embed_vision.embedding_projection.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Tower(Tower):
+    """The tower.
+
+    Attributes:
+        num_layers: its layers.
+        hidden_size: width of its stream.
+        mlp_width: width of its MLPs.
+        heads: heads of attention.
+        head_dim: width of a head.
+        patch: side of a patch in pixels.
+        pool: side of the square of patches that becomes a vector.
+        positions: positions of a side in the table.
+        channels_first: whether a patch's values lie colour by colour.
+        clipped: whether each product has limits of its inputs and results.
+        standardized: whether vectors have a bias and a scale.
+        epsilon: epsilon of all norms.
+        theta: base of the rotation.
+    """
+
+    num_layers: Count
+    hidden_size: Count
+    mlp_width: Count
+    heads: Count
+    head_dim: Count
+    patch: Count
+    pool: Count
+    positions: Count
+    channels_first: bool = False
+    clipped: bool
+    standardized: bool
+    epsilon: float
+    theta: float
+
+    def budget(self, detail: str, image_tokens: int | None) -> int:
+        if image_tokens is None:
+            return _OF_DETAIL.get(detail, _USUAL)
+        return max([budget for budget in _BUDGETS if budget <= image_tokens], default=_BUDGETS[0])
+
+    def size(self, shape: Sequence[int], budget: int) -> tuple[int, int]:
+        (height, width), side = shape[:2], self.patch * self.pool
+        factor = sqrt(budget * side**2 / (height * width))
+        high, wide = floor(factor * height / side), floor(factor * width / side)
+        if not high:
+            high, wide = 1, min(width // height, budget)
+        elif not wide:
+            high, wide = min(height // width, budget), 1
+        return high * side, wide * side
+
+    def count(self, size: tuple[int, int]) -> int:
+        return size[0] * size[1] // (self.patch * self.pool) ** 2
+
+    def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
+        squares, (rows, columns) = patches(pixels, self.patch, self.pool)
+        if self.channels_first:
+            squares = squares.transpose(0, 3, 1, 2)
+        values = (squares.reshape(1, len(squares), -1) * (1 / 255)).astype(np.float32)
+        quarter = self.head_dim // 4
+        places = np.stack([columns, rows], axis=-1).astype(np.float32)
+        powers = np.arange(0, 2 * quarter, 2, dtype=np.float32) / np.float32(2 * quarter)
+        angles = places[:, None, :, None, None] * (1 / np.float32(self.theta) ** powers)
+        return {
+            "patches": 2 * (values - np.float32(0.5)),
+            "places": np.stack([columns, self.positions + rows]).astype(np.int64),
+            "cos": np.cos(angles),
+            "sin": np.sin(angles),
+        }
+
+    def build(self, b: Operations) -> Any:
+        area, quarter = 3 * self.patch**2, self.head_dim // 4
+        values, places = b.input("patches", [1, "n", area]), b.input("places", [2, "n"], "int")
+        tables = [b.input(name, ["n", 1, 2, 1, quarter]) for name in ("cos", "sin")]
+        x = b.linear(values, f"{_TOWER}patch_embedder.input_proj.weight", self.hidden_size, area)
+        name = f"{_TOWER}patch_embedder.position_embedding_table"
+        rows = b.op("Gather", b.parameter(name, 2 * self.positions, self.hidden_size), places)
+        x = b.op("Add", x, b.op("ReduceSum", rows, b.constant([0]), keepdims=1))
+        for index in range(self.num_layers):
+            x = self._layer(b, f"{_TOWER}encoder.layers.{index}.", x, tables)
+        x = b.op("ReduceMean", b.reshape(x, -1, self.pool**2, self.hidden_size), b.constant([1]), keepdims=0)
+        x = b.op("Mul", x, b.constant(sqrt(self.hidden_size), "float"))
+        if self.standardized:
+            bias, scale = (b.parameter(f"{_TOWER}std_{kind}", self.hidden_size) for kind in ("bias", "scale"))
+            x = b.op("Mul", b.op("Sub", x, bias), scale)
+        x = b.rms_norm(b.reshape(x, 1, -1, self.hidden_size), self.hidden_size, epsilon=self.epsilon)
+        return b.linear(x, _OUT, self.width, self.hidden_size)
+
+    def _layer(self, b: Operations, prefix: str, x: Any, tables: list[Any]) -> Any:
+        def norm(x: Any, name: str) -> Any:
+            return b.rms_norm(x, self.hidden_size, f"{prefix}{name}.weight", epsilon=self.epsilon)
+
+        def product(x: Any, name: str, rows: int, columns: int) -> Any:
+            name = f"{prefix}{name}"
+            x = self._clamped(b, x, f"{name}.input")
+            return self._clamped(b, b.linear(x, f"{name}.linear.weight", rows, columns), f"{name}.output")
+
+        inner = self.heads * self.head_dim
+        y, heads = norm(x, "input_layernorm"), list[Any]()
+        for kind in "qkv":
+            made = product(y, f"self_attn.{kind}_proj", inner, self.hidden_size)
+            gain = "" if kind == "v" else f"{prefix}self_attn.{kind}_norm.weight"
+            made = b.reshape(made, 0, 0, self.heads, self.head_dim)
+            made = b.rms_norm(made, self.head_dim, gain, epsilon=self.epsilon)
+            made = made if kind == "v" else self._rotated(b, made, tables)
+            heads.append(b.reshape(made, 1, -1, inner))
+        facts: dict[str, Any] = {"num_heads": self.heads, "scale": 1.0, "domain": "com.microsoft"}
+        y = product(b.op("MultiHeadAttention", *heads, **facts), "self_attn.o_proj", self.hidden_size, inner)
+        x = b.op("Add", x, norm(y, "post_attention_layernorm"))
+        y = norm(x, "pre_feedforward_layernorm")
+        gate, up = (product(y, f"mlp.{k}_proj", self.mlp_width, self.hidden_size) for k in ("gate", "up"))
+        y = b.op("Mul", b.op("Gelu", gate, approximate="tanh"), up)
+        y = product(y, "mlp.down_proj", self.hidden_size, self.mlp_width)
+        return b.op("Add", x, norm(y, "post_feedforward_layernorm"))
+
+    def _clamped(self, b: Operations, x: Any, name: str) -> Any:
+        if not self.clipped:
+            return x
+        return b.op("Clip", x, b.parameter(f"{name}_min"), b.parameter(f"{name}_max"))
+
+    def _rotated(self, b: Operations, x: Any, tables: list[Any]) -> Any:
+        """The first half of each head turned by the column, the second by the row."""
+        cos, sin = tables
+        x = b.reshape(x, -1, self.heads, 2, 2, self.head_dim // 4)
+        first, second = (b.op("Slice", x, *(b.constant([n]) for n in (at, at + 1, 3))) for at in (0, 1))
+        turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
+        other = b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin))
+        return b.op("Concat", turned, other, axis=3)
+
+
+def _read(facts: Facts) -> Tower | None:
+    text, vision = facts.section("text_config"), facts.section("vision_config")
+    heads, rope = vision.integer("num_attention_heads", 12), vision.section("rope_parameters")
+    others = (
+        text.value("use_bidirectional_attention") == "vision",
+        text.integer("pad_token_id", 0) != 0,  # whose inputs of layers those of pictures' rows are
+        vision.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
+        vision.integer("num_key_value_heads", heads) != heads,
+        rope.text("rope_type", "axial") != "axial",
+        vision.boolean("attention_bias", default=False),
+    )
+    if any(others):
+        return None
+    return Gemma4Tower(
+        architecture=GEMMA4_VISION.name,
+        width=text.integer("hidden_size"),
+        marker=facts.integer("image_token_id", 258_880),
+        around=(facts.integer("boi_token_id", 255_999), facts.integer("eoi_token_id", 258_882)),
+        num_layers=vision.integer("num_hidden_layers", 16),
+        hidden_size=vision.integer("hidden_size", 768),
+        mlp_width=vision.integer("intermediate_size", 3072),
+        heads=heads,
+        head_dim=vision.integer("head_dim", 64),
+        patch=vision.integer("patch_size", 16),
+        pool=vision.integer("pooling_kernel_size", 3),
+        positions=vision.integer("position_embedding_size", 10_240),
+        clipped=vision.boolean("use_clipped_linears", default=False),
+        standardized=vision.boolean("standardize", default=False),
+        epsilon=vision.positive("rms_norm_eps", 1e-6),
+        theta=rope.positive("rope_theta", 100.0),
+    )
+
+
+def _from_gguf(
+    keys: Facts, shapes: Mapping[str, tuple[int, ...]], config: Transformer, ids: Mapping[str, int]
+) -> Tower | None:
+    marks = [ids.get(text) for text in ("<|image|>", "<|image>", "<image|>")]
+    norm, table = (shapes.get(f"v.{name}.weight") for name in ("blk.0.attn_q_norm", "position_embd"))
+    if not isinstance(config, Gemma4) or not config.layer_inputs or None in marks or not norm or not table:
+        return None
+    marker, *around = (mark for mark in marks if mark is not None)
+    return Gemma4Tower(
+        architecture=GEMMA4_VISION.name,
+        width=config.hidden_size,
+        marker=marker,
+        around=tuple(around),
+        num_layers=keys.integer("block_count"),
+        hidden_size=keys.integer("embedding_length"),
+        mlp_width=keys.integer("feed_forward_length"),
+        heads=keys.integer("attention.head_count"),
+        head_dim=norm[0],
+        patch=keys.integer("patch_size"),
+        pool=keys.integer("projector.scale_factor", 3),
+        positions=table[-2],
+        channels_first=True,
+        clipped="v.blk.0.attn_q.input_min" in shapes,
+        standardized="v.std_bias" in shapes,
+        epsilon=keys.positive("attention.layer_norm_epsilon", 1e-6),
+        theta=100.0,
+    )
+
+
+GEMMA4_VISION = TowerFamily(
+    name="gemma4_vision",
+    hub="gemma4_vision",
+    gguf="gemma4v",
+    tower=Gemma4Tower,
+    names={
+        f"{_TOWER}patch_embedder.input_proj": "v.patch_embd",
+        f"{_TOWER}patch_embedder.position_embedding_table": "v.position_embd.weight",
+        f"{_TOWER}encoder.layers.": "v.blk.",
+        f"{_TOWER}std": "v.std",
+        "embed_vision.embedding_projection": "mm.input_projection",
+        "self_attn.o_proj": "attn_out",
+        "self_attn.": "attn_",
+        "mlp.": "ffn_",
+        "_proj.": ".",
+        ".linear": "",
+        "input_layernorm": "ln1",
+        "pre_feedforward_layernorm": "ln2",
+        "post_attention_layernorm": "attn_post_norm",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    },
+    read=_read,
+    from_gguf=_from_gguf,
+)

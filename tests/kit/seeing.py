@@ -1,0 +1,135 @@
+"""A tiny Gemma 4 that sees, its pictures, and prompts with them.
+
+``tools/make_hf_golden.py`` has transformers read the directory. Needs numpy only, where that runs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.kit.hf import Tensors, config_of, drawn, weights, write_directory
+from tests.kit.tokenizers import byte_level_json
+
+VOCAB, WIDTH, NEW = 320, 64, 24
+BEGIN, MARKER, END = 3, 4, 5
+SPECIALS = ("<pad>", "<eos>", "<turn>", "<|image>", "<|image|>", "<image|>")
+TEMPLATE = (
+    "{% for message in messages %}<turn>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}<turn>"
+)
+SIZES = ((37, 101), (150, 83), (9, 400))
+"""Heights and widths of the pictures."""
+PROMPTS: tuple[tuple[str | int, ...], ...] = (
+    ("read it", 0),
+    (1, "read the letters and tell me what they say"),
+    ("first ", 0, " and then ", 1, " and what is the same?"),
+    (2, 0, 2),
+)
+"""Texts and numbers of pictures."""
+EOS = 1
+
+
+OTHER = {"use_clipped_linears": False, "standardize": True}
+"""Facts of another tower."""
+
+
+def picture(number: int) -> npt.NDArray[np.uint8]:
+    """Soft shapes under noise, the same with every version of NumPy."""
+    high, wide = SIZES[number]
+    raw = np.asarray(np.random.PCG64(number).random_raw(high * wide * 3), np.uint64) >> np.uint64(58)
+    rows, columns, colours = np.mgrid[:high, :wide, :3]
+    soft = 96 + 64 * np.sin(rows / (5 + number)) * np.cos(columns / 7 + colours)
+    made: npt.NDArray[np.uint8] = (soft + raw.reshape(high, wide, 3)).astype(np.uint8)
+    return made
+
+
+def config(**vision: Any) -> dict[str, Any]:
+    text = {
+        **config_of("gemma4"),
+        "vocab_size": VOCAB,
+        "vocab_size_per_layer_input": VOCAB,
+        "max_position_embeddings": 1024,
+        "sliding_window": 40,
+        "eos_token_id": EOS,
+        "hidden_size": WIDTH,
+    }
+    tower = {
+        "model_type": "gemma4_vision",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "patch_size": 8,
+        "position_embedding_size": 256,
+        "use_clipped_linears": True,
+        "standardize": False,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+        "rms_norm_eps": 1e-6,
+    }
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": {**tower, **vision},
+        "audio_config": None,
+        "boi_token_id": BEGIN,
+        "image_token_id": MARKER,
+        "eoi_token_id": END,
+        "tie_word_embeddings": True,
+        "eos_token_id": EOS,
+    }
+
+
+def tower_tensors(facts: dict[str, Any]) -> Tensors:
+    hidden, mlp = facts["hidden_size"], facts["intermediate_size"]
+    inner = facts["num_attention_heads"] * facts["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "vision_tower.patch_embedder.input_proj.weight": (hidden, 3 * facts["patch_size"] ** 2),
+        "vision_tower.patch_embedder.position_embedding_table": (2, facts["position_embedding_size"], hidden),
+        "embed_vision.embedding_projection.weight": (WIDTH, hidden),
+    }
+    if facts["standardize"]:
+        shapes |= {f"vision_tower.std_{kind}": (hidden,) for kind in ("bias", "scale")}
+    limits = dict[str, Any]()
+    for layer in range(facts["num_hidden_layers"]):
+        prefix = f"vision_tower.encoder.layers.{layer}."
+        norms = "input", "post_attention", "pre_feedforward", "post_feedforward"
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in norms}
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (facts["head_dim"],) for name in "qk"}
+        products = {f"self_attn.{name}_proj": (inner, hidden) for name in "qkv"}
+        products |= {"self_attn.o_proj": (hidden, inner), "mlp.down_proj": (hidden, mlp)}
+        products |= {f"mlp.{name}_proj": (mlp, hidden) for name in ("gate", "up")}
+        for name, shape in products.items():
+            shapes[f"{prefix}{name}.linear.weight"] = shape
+            if facts["use_clipped_linears"]:
+                sides = {"input_min": -0.75, "input_max": 1.0, "output_min": -0.5, "output_max": 0.625}
+                limits |= {f"{prefix}{name}.{k}": np.array(v, np.float32) for k, v in sides.items()}
+    tensors = drawn(shapes, 5)
+    for name in tensors:
+        if name.endswith("q_norm.weight"):
+            tensors[name] /= 4  # whose products with keys are not scaled otherwise
+    return tensors | limits
+
+
+def write(folder: Path, **vision: Any) -> Path:
+    """The directory as the hub has it."""
+    facts = config(**vision)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): values
+        for name, values in weights(facts["text_config"]).items()
+    }
+    tensors |= {f"model.{name}": values for name, values in tower_tensors(facts["vision_config"]).items()}
+    write_directory(folder, facts, tensors)
+    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1, specials=SPECIALS), "utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "pad_token": "<pad>"}), "utf-8"
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    return folder

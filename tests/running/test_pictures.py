@@ -1,0 +1,380 @@
+"""A tiny Gemma 4 that sees: its vectors, prompts and answers beside transformers', and what it keeps."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from edgespec.asking.images import read_image
+from edgespec.asking.pictures import Pictures
+from edgespec.engine import LoadOptions, Model, load
+from edgespec.loading.footprint import footprint_of
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.graphs.tower import write_tower
+from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import BundleError, ModelFileError, RequestError
+from edgespec_models.families.towers import Tower
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.session import Rows
+from edgespec_runtimes.vision import VisionSession
+from tests.kit import seeing
+from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import gguf_of
+from tests.kit.hf import drawn, weights, write_directory
+
+F32 = npt.NDArray[np.float32]
+GOLDEN: dict[str, Any] = dict(np.load(Path(__file__).parents[1] / "golden_hf/seeing.npz"))
+PICTURES, BUDGET = range(len(seeing.SIZES)), 70
+ONE = CpuOptions(threads=1, prefill_chunk=24)
+"""So that a picture is read in several passes."""
+OPTIONS = LoadOptions(threads=1, prompt_cache_bytes=0)
+FREE: dict[str, Any] = {"max_new_tokens": seeing.NEW, "logit_bias": {seeing.EOS: -100, seeing.MARKER: -100}}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing.write(tmp_path_factory.mktemp("seeing") / "source")
+
+
+@pytest.fixture(scope="module")
+def bundle(source: Path) -> Bundle:
+    export_model(source, source.with_name("bundle"))
+    return Bundle(source.with_name("bundle"), verify_digests=True)
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Bundle) -> Iterator[Model]:
+    with load(bundle.path, None, options=OPTIONS) as opened:
+        yield opened
+
+
+def messages(*parts: str | int | F32) -> list[dict[str, Any]]:
+    """A question of texts and pictures, by their numbers."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": Image.fromarray(seeing.picture(part)), "detail": "low"}
+        for part in cast("Sequence[str | int]", parts)
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def pictured(bundle: Bundle, number: int) -> Pictures:
+    """The third prompt's tokens with their pictures, which one tower sees."""
+    images = [
+        read_image(Image.fromarray(seeing.picture(part)), detail="low")
+        for part in seeing.PROMPTS[number]
+        if isinstance(part, int)
+    ]
+    return Pictures(GOLDEN[f"tokens_{number}"].tolist(), images, bundle, VisionSession(bundle, ONE).vectors)
+
+
+@pytest.mark.parametrize(("name", "facts"), [("vectors", {}), ("other", seeing.OTHER)])
+def test_vectors_are_those_of_transformers(name: str, facts: dict[str, Any], tmp_path: Path) -> None:
+    """In float32, as the graph is for other operators than edgespec's."""
+    with open_checkpoint(seeing.write(tmp_path / "source", **facts)) as checkpoint:
+        assert checkpoint.tower is not None
+        tower, tensors = checkpoint.tower
+        write_tower(tower, tensors, tmp_path, exact=True)
+    exact = cast("Any", SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(vision=tower)))
+    session = VisionSession(exact, ONE)
+    for number in PICTURES:
+        vectors = session.vectors(seeing.picture(number), BUDGET)
+        np.testing.assert_allclose(vectors, GOLDEN[f"{name}_{number}"], rtol=0, atol=2e-5)
+
+
+def test_in_8_bits_vectors_are_nearly_the_same(bundle: Bundle) -> None:
+    session, gentle = VisionSession(bundle, ONE), VisionSession(bundle, replace(ONE, low_priority=True))
+    for number in PICTURES:
+        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDEN[f"vectors_{number}"]
+        assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
+        np.testing.assert_array_equal(gentle.vectors(seeing.picture(number), BUDGET), vectors)
+
+
+@pytest.mark.parametrize("number", range(len(seeing.PROMPTS)))
+def test_prompts_and_answers_are_those_of_transformers(model: Model, number: int) -> None:
+    question, expected = messages(*seeing.PROMPTS[number]), GOLDEN[f"answer_{number}"].tolist()
+    assert model.count_tokens(question) == len(GOLDEN[f"tokens_{number}"])
+    answer = model.chat(question, **FREE, logprobs=True)
+    tokens = [*answer.tokens]
+    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected, strict=True))])
+    assert same == seeing.NEW or GOLDEN[f"leads_{number}"][same] < 0.05  # a near-tie, and 8 bits decide
+    logits = GOLDEN[f"logits_{number}"].astype(np.float64)
+    first = logits[tokens[0]] - np.log(np.exp(logits).sum())
+    assert abs((answer.records[0].logprob or 0.0) - first) < 0.1
+
+
+def test_drafts_and_other_answers_change_nothing(bundle: Bundle, model: Model) -> None:
+    questions = [messages(*prompt) for prompt in seeing.PROMPTS] + [messages("a text alone")]
+    alone = [model.chat(question, **FREE).tokens for question in questions]
+    with (
+        load(bundle.path, "ngram", options=OPTIONS) as drafting,
+        ThreadPoolExecutor(len(questions)) as pool,
+    ):
+        answers = [*pool.map(lambda question: drafting.chat(question, **FREE), questions)]
+    assert [answer.tokens for answer in answers] == alone
+    assert sum(answer.stats.accepted for answer in answers) > 0
+
+
+def test_two_pictures_share_nothing_and_the_same_one_all(bundle: Bundle) -> None:
+    """Of one size, so that their prompts have the same tokens."""
+    first = seeing.picture(0)
+    other = first.copy()
+    other[-1, -1] ^= 1
+
+    def question(pixels: Any, detail: str = "low") -> list[dict[str, Any]]:
+        image = {"type": "image", "image": Image.fromarray(pixels), "detail": detail}
+        return [{"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]}]
+
+    with load(bundle.path, None, options=OPTIONS) as opened:
+        before = opened.chat(question(first), **FREE)
+        again = opened.chat(question(first), **FREE)
+        assert again.stats.cached_tokens == before.stats.prompt_tokens - 1
+        changed = opened.chat(question(other), **FREE)
+        assert 0 < changed.stats.cached_tokens < 16  # the opening of the turn
+        larger = opened.chat(question(first, "auto"), **FREE)
+        assert larger.stats.prompt_tokens > 3 * before.stats.prompt_tokens
+        assert larger.stats.cached_tokens < 16
+        back = opened.chat(question(first), **FREE)
+        assert back.stats.cached_tokens > before.stats.prompt_tokens // 2
+        assert before.tokens == again.tokens == back.tokens
+
+
+def test_a_known_picture_is_not_seen_again_after_a_restart(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, options = messages(*seeing.PROMPTS[2]), LoadOptions(threads=1)
+    with load(bundle.path, None, options=options) as opened:
+        before = opened.chat(question, **FREE)
+    monkeypatch.setattr(VisionSession, "vectors", None)
+    with load(bundle.path, None, options=options) as opened:
+        after = opened.chat(question, **FREE)
+    assert after.tokens == before.tokens
+    assert after.stats.cached_tokens >= before.stats.prompt_tokens - 32
+
+
+def test_undone_rows_of_a_picture_are_read_again_alike(bundle: Bundle) -> None:
+    pictures = pictured(bundle, 2)
+    rows, end = pictures.tokens, len(pictures.tokens)
+    with closing(open_cpu(bundle, ONE)) as session:
+
+        def logits(start: int, stop: int) -> F32:
+            part = Rows(session, rows[start:stop], 1, vectors=pictures.vectors(start, stop))
+            return session.model.predict_together([part])[0].logits.copy()
+
+        whole = logits(0, end)
+        session.rewind(20)
+        logits(20, 50)
+        session.keep(13)
+        np.testing.assert_array_equal(logits(33, end), whole)
+        with pytest.raises(RequestError, match="token ids"):
+            session.predict(rows)  # names without vectors
+        with pytest.raises(RequestError, match="token ids"):
+            session.model.predict_together([Rows(session, [7, 8], 1, vectors=pictures.vectors(20, 22))])
+
+
+def test_with_text_alone_it_is_the_model_without_eyes(bundle: Bundle, tmp_path: Path) -> None:
+    facts = seeing.config()["text_config"]
+    blind = seeing.write(tmp_path / "blind")
+    write_directory(blind, facts, weights(facts))
+    export_model(blind, tmp_path / "bundle")
+    made = Bundle(tmp_path / "bundle")
+    assert not made.reads_images
+    assert "vision" not in made.manifest.to_json()
+    texts = [[9, 8, 7], list(range(10, 60))]
+    with closing(open_cpu(bundle, ONE)) as sees, closing(open_cpu(made, ONE)) as reads:
+        for text in texts:
+            for session in (sees, reads):
+                session.rewind(0)
+            np.testing.assert_array_equal(sees.predict(text).logits, reads.predict(text).logits)
+
+
+_NAMES = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    **{f"self_attn.{kind}_proj": f"attn_{kind}" for kind in "qkv"},
+    **{f"self_attn.{kind}_norm": f"attn_{kind}_norm" for kind in "qk"},
+    "self_attn.o_proj": "attn_out",
+    **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+}
+
+
+def write_mmproj(path: Path, **changed: object) -> Path:
+    """The tower as llama.cpp's converter writes it."""
+    facts = seeing.config()["vision_config"]
+    sizes = {
+        "projection_dim": seeing.WIDTH,
+        "embedding_length": facts["hidden_size"],
+        "feed_forward_length": facts["intermediate_size"],
+        "block_count": facts["num_hidden_layers"],
+        "attention.head_count": facts["num_attention_heads"],
+        "attention.layer_norm_epsilon": facts["rms_norm_eps"],
+        "patch_size": facts["patch_size"],
+        "projector_type": "gemma4v",
+        **changed,
+    }
+    file = TinyGGUF("clip", {f"clip.vision.{key}": value for key, value in sizes.items()})
+    side = facts["patch_size"]
+    for name, values in seeing.tower_tensors(facts).items():
+        layer, _, rest = name.replace(".linear.", ".").partition("encoder.layers.")[2].partition(".")
+        kind, _, end = rest.rpartition(".")
+        stored = f"v.blk.{layer}.{_NAMES.get(kind)}.{end}"
+        if name.endswith("input_proj.weight"):
+            stored = "v.patch_embd.weight"
+        elif name.endswith("table"):
+            stored = "v.position_embd.weight"
+        elif name.startswith("embed_vision"):
+            stored = "mm.input_projection.weight"
+        file.tensors[stored] = "F32", np.atleast_1d(values)
+    patches = file.tensors["v.patch_embd.weight"][1].reshape(-1, side, side, 3)
+    file.tensors["v.patch_embd.weight"] = "F32", np.ascontiguousarray(patches.transpose(0, 3, 1, 2))
+    return file.write(path)
+
+
+def write_text_model(path: Path) -> Path:
+    text = gguf_of("gemma4")
+    tokens = cast("list[str]", text.metadata["tokenizer.ggml.tokens"])
+    tokens[seeing.BEGIN : seeing.END + 1] = seeing.SPECIALS[seeing.BEGIN :]
+    return text.write(path)
+
+
+def test_a_tower_in_a_file_beside_its_model(tmp_path: Path) -> None:
+    """The most alike by name, of those that fit."""
+    source = write_text_model(tmp_path / "tiny-Q8_0.gguf")
+    write_mmproj(tmp_path / "mmproj-a-wide.gguf", projection_dim=128)
+    write_mmproj(tmp_path / "mmproj-other.gguf", projector_type="gemma4uv")
+    (tmp_path / "mmproj-tiny-Q8_0.gguf").write_bytes(b"GGUF, cut off")
+    export_model(source, tmp_path / "blind")
+    assert not Bundle(tmp_path / "blind").reads_images
+    write_mmproj(tmp_path / "mmproj-tiny-F16.gguf")
+    export_model(source, tmp_path / "sees")
+    bundle = Bundle(tmp_path / "sees")
+    tower = cast("Tower", bundle.manifest.vision)
+    assert (tower.marker, tower.around) == (seeing.MARKER, (seeing.BEGIN, seeing.END))
+    session = VisionSession(bundle, ONE)
+    for number in PICTURES:
+        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDEN[f"vectors_{number}"]
+        assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 20_000), st.integers(1, 20_000), st.sampled_from(["low", "auto", "high"]))
+def test_any_picture_fits_its_budget(bundle: Bundle, high: int, wide: int, detail: str) -> None:
+    tower = cast("Tower", bundle.manifest.vision)
+    budget = tower.budget(detail, None)
+    size = tower.size((high, wide, 3), budget)
+    assert all(side > 0 and side % 24 == 0 for side in size)
+    assert 0 < tower.count(size) <= budget
+
+
+@pytest.mark.parametrize(
+    ("detail", "tokens", "budget"),
+    [
+        ("low", None, 70),
+        ("auto", None, 280),
+        ("high", None, 1120),
+        ("low", 1000, 560),
+        ("auto", 140, 140),
+        ("auto", 20, 70),
+    ],
+)
+def test_a_budget_is_one_of_those_that_the_model_knows(
+    bundle: Bundle, detail: str, tokens: int | None, budget: int
+) -> None:
+    assert cast("Tower", bundle.manifest.vision).budget(detail, tokens) == budget
+
+
+def test_a_template_that_hides_pictures_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    template = tmp_path / "blind.jinja"
+    template.write_text("{% for m in messages %}{{ m.content[1].text }}{% endfor %}")
+    options = LoadOptions(threads=1, prompt_cache_bytes=0, chat_template=template)
+    with (
+        load(bundle.path, None, options=options) as opened,
+        pytest.raises(RequestError, match="1 pictures, and the model's chat template shows 0"),
+    ):
+        opened.chat(messages(0, "what?"))
+
+
+def test_the_text_of_a_marker_is_no_picture(model: Model) -> None:
+    plain, marked = (model.count_tokens(messages(text)) for text in ("x", "x<|image|><|image>"))
+    assert marked > plain + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "problem"),
+    [
+        ("vision_tower.encoder.layers.1.mlp.up_proj.linear.weight", None, "is missing"),
+        ("embed_vision.embedding_projection.weight", (64, 32), r"has the shape \(64, 32\), not \(64, 64\)"),
+        ("vision_tower.encoder.layers.0.self_attn.q_norm.weight", (33,), "has the shape"),
+    ],
+)
+def test_towers_that_are_not_whole_are_refused(
+    name: str, values: tuple[int, ...] | None, problem: str, tmp_path: Path
+) -> None:
+    facts, folder = seeing.config(), seeing.write(tmp_path / "source")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): values
+        for name, values in weights(facts["text_config"]).items()
+    }
+    tower = seeing.tower_tensors(facts["vision_config"])
+    del tower[name]
+    if values is not None:
+        tower |= drawn({name: values}, 0)
+    write_directory(folder, facts, tensors | {f"model.{key}": value for key, value in tower.items()})
+    with pytest.raises(ModelFileError, match=problem):
+        export_model(folder, tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda facts: facts["text_config"].update(use_bidirectional_attention="vision"),
+        lambda facts: facts["text_config"].update(pad_token_id=2),
+        lambda facts: facts["vision_config"].update(hidden_activation="relu"),
+        lambda facts: facts["vision_config"].update(num_key_value_heads=1),
+    ],
+)
+def test_towers_that_edgespec_does_not_run_leave_the_text_model(
+    changed: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = seeing.config()
+    changed(facts)
+    monkeypatch.setattr(seeing, "config", lambda: facts)
+    export_model(seeing.write(tmp_path / "source"), tmp_path / "bundle")
+    assert not Bundle(tmp_path / "bundle").reads_images
+
+
+def test_a_plan_counts_the_tower(bundle: Bundle, source: Path, tmp_path: Path) -> None:
+    export_model(source, tmp_path / "bundle", options=ExportOptions(role="drafter", trim="full"))
+    seen, blind = (footprint_of(made, exact_rows=True) for made in (bundle, Bundle(tmp_path / "bundle")))
+    tower = (bundle.path / "vision.onnx.data").stat().st_size
+    assert seen.working_bytes == blind.working_bytes + tower
+
+
+def test_drafters_have_no_eyes(source: Path, tmp_path: Path) -> None:
+    export_model(source, tmp_path / "bundle", options=ExportOptions(role="drafter", trim="full"))
+    assert not Bundle(tmp_path / "bundle").reads_images
+
+
+def test_damaged_bundles_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    text = (bundle.path / "edgespec.json").read_text("utf-8")
+    for file in bundle.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for old, new in (('"gemma4_vision"', '"gemma5_vision"'), ('"marker": 4', '"marker": 400')):
+        (tmp_path / "edgespec.json").write_text(text.replace(old, new), "utf-8")
+        with pytest.raises(BundleError, match="vision"):
+            Bundle(tmp_path)
