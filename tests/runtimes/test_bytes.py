@@ -106,7 +106,7 @@ def test_who_cannot_keep_bytes_says_so(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="kv is '4bit'; allowed: a text out of '16bit', '8bit'"):
         edgespec.LoadOptions(kv="4bit")
     narrow = replace(LLAMA, head_dim=24, rope=replace(LLAMA.rope, width=24, pairs=12))
-    with pytest.raises(BundleError, match="heads of 24 channels"):
+    with pytest.raises(BundleError, match="rows of 24 numbers, which are kept in 16 bits alone"):
         edgespec.load(tiny_native(tmp_path / "narrow", narrow).path, None, options=KV)
     with pytest.raises(BundleError, match="does not run on edgespec's kernels"):
         edgespec.load(tiny_bundle(tmp_path / "portable").path, None, options=KV)

@@ -27,6 +27,7 @@ BLOCK: Final = 32
 """Tokens of a block."""
 EXTENT: Final = 8
 """The number of blocks whose keys of a head lie together in a pool, and likewise their values."""
+_LATENT: Final = ".latent"
 _MOST_BYTES: Final = 1 << 30  # of a row or a state; NumPy can count the bytes of any context of such rows
 
 
@@ -104,14 +105,14 @@ def in_bytes(kept: Iterable[KeptTensor]) -> tuple[KeptTensor, ...]:
     """The same tensors with keys and values in 8 bits: a row has its numbers, and behind them its scales.
 
     Raises:
-        BundleError: a row is no multiple of the channels that share a scale.
+        BundleError: a row is no multiple of the channels that share a scale, or attention is latent.
     """
     tensors = tuple(kept)
     for tensor in tensors:
-        if tensor.per == "token" and tensor.shape[1] % SCALED:
+        if tensor.per == "token" and (tensor.shape[1] % SCALED or tensor.input.endswith(_LATENT)):
             raise BundleError(
-                f"{tensor.input} has heads of {tensor.shape[1]} channels; in 8 bits {SCALED} share a "
-                "scale, so load the model with its keys and values in 16 bits"
+                f"{tensor.input} has rows of {tensor.shape[1]} numbers, which are kept in 16 bits alone: in 8 "
+                f"bits rows have whole groups of {SCALED}, and are no latent keys; load the model without kv"
             )
     return tuple(
         replace(tensor, type="int8", shape=(tensor.shape[0], tensor.shape[1] + tensor.shape[1] // SCALED * 2))
@@ -124,7 +125,7 @@ def in_bytes(kept: Iterable[KeptTensor]) -> tuple[KeptTensor, ...]:
 def latent_keys(layer: int, width: int) -> KeptTensor:
     """The tensor that latent attention keeps: keys, which begin with the values."""
     return KeptTensor(
-        input=f"past_key_values.{layer}.latent",
+        input=f"past_key_values.{layer}{_LATENT}",
         output=f"present.{layer}.latent",
         per="token",
         shape=(1, width),
