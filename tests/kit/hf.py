@@ -870,7 +870,7 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
             tensors[name] = codes.astype(np.uint8)
         elif name.endswith(_ROUTERS):
             # Choices hang on no rounding, but where the weights of the chosen have to be normalized.
-            scales = {"lfm2_moe": 2, "qwen3_moe": 3, "exaone_moe": 3, "glm4_moe_lite": 8}
+            scales = {"lfm2_moe": 2, "qwen3_moe": 3, "exaone_moe": 3, "glm4_moe_lite": 8, "nemotron_h": 8}
             tensors[name] *= scales.get(config["model_type"], 4)
         elif name.endswith("router.proj.weight"):
             tensors[name] *= 32

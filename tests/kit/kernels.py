@@ -37,7 +37,7 @@ _KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16}
 def inputs_of(kind: str) -> tuple[str, ...]:
     """The names of an operator's inputs, in its order, from where they are declared."""
     texts = [path.read_text(encoding="utf-8") for path in _HEADERS.glob("*.h")]
-    (declared,) = (part for text in texts for part in re.findall(rf'"{kind}";\s.*kInputs([^;]*);', text))
+    (declared,) = (part for text in texts for part in re.findall(rf'"{kind}"[^;]*;\s.*kInputs([^;]*);', text))
     return tuple(re.findall(r'"(\w+)"', declared))
 
 

@@ -116,7 +116,6 @@ LATENT: list[tuple[dict[str, Any], str]] = [
     ({"expert_count": 9}, r"shape \(8, 32, 64\)|\(9, "),
     ({"expert_used_count": 9}, "uses 9 experts; there are 8"),
     ({"expert_shared_count": 1}, r"shexp.*shape \(64, 64\).*\(32, 64\)"),
-    ({"expert_gating_func": 1}, "chosen with a bias and weighed by softmax|has tensors"),
     ({"leading_dense_block_count": 0}, r"lacks a tensor for layers\.0\."),
     ({"leading_dense_block_count": 2}, r"lacks a tensor for layers\.1\.gate"),
     ({"nextn_predict_layers": 3}, "3 blocks, 3 of them for MTP"),

@@ -111,8 +111,8 @@ def in_bytes(kept: Iterable[KeptTensor]) -> tuple[KeptTensor, ...]:
     for tensor in tensors:
         if tensor.per == "token" and (tensor.shape[1] % SCALED or tensor.input.endswith(_LATENT)):
             raise BundleError(
-                f"{tensor.input} has rows of {tensor.shape[1]} numbers, which are kept in 16 bits alone: in 8 "
-                f"bits rows have whole groups of {SCALED}, and are no latent keys; load the model without kv"
+                f"{tensor.input} has rows of {tensor.shape[1]} numbers, which are kept in 16 bits alone: in "
+                f"8 bits rows have whole groups of {SCALED}, and are no latent keys; load it without kv"
             )
     return tuple(
         replace(tensor, type="int8", shape=(tensor.shape[0], tensor.shape[1] + tensor.shape[1] // SCALED * 2))

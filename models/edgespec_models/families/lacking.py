@@ -7,18 +7,16 @@ from typing import Final
 from edgespec_models.errors import UnsupportedModelError
 
 _EXPERTS = "experts in this family's form"
-_LATENT = "latent attention"
 _MAMBA = "Mamba layers"
 _VISION = "images (M-RoPE, vision layers)"
 _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "Qwen3-30B-A3B": (_EXPERTS, ("qwen2moe", "qwen2_moe", "olmoe")),
-    "Qwen3-30B-A3B or gpt-oss-20b": (_LATENT, ("deepseek_v2", "deepseek_v3")),
+    "GLM-4.7-Flash": ("latent attention in this family's form", ("deepseek_v2", "deepseek_v3")),
     "gpt-oss-20b or a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
     "Phi-4-mini": (_EXPERTS, ("phimoe",)),
     "llama.cpp's file of gpt-oss": ("experts in ollama's own form", ("gptoss",)),
     "Qwen3.6-35B-A3B": ("delta nets in this family's form", ("qwen3next", "qwen3_next")),
     "Qwen3.5 of its size": (_MAMBA, ("mamba", "mamba2", "falcon-h1", "falcon_h1", "jamba")),
-    "Qwen3.6-35B-A3B or Qwen3.5 of its size": (_MAMBA, ("nemotron_h", "nemotron_h_moe")),
     "LFM2 of its size": ("RWKV layers", ("rwkv7",)),
     "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
     "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),
