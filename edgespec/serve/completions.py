@@ -47,6 +47,7 @@ RERANKING = ("/v1/rerank", "/v2/rerank", "/rerank")
 _SILENCE_S = 5.0
 """Seconds of silence before a comment. Proxies commonly give up after a minute, some clients sooner."""
 _LOAD_LOOK_S = 1.0  # seconds between comments on a load
+_WITHOUT_TIME = ("closed", "timeout")  # reasons of an end
 
 
 @dataclass(slots=True)
@@ -295,8 +296,8 @@ class _EventStream(StreamingResponse):
             progress, chunks = record.progress, list[Json]()
             self._read = progress
             self._count.tokens += len(record.tokens)
-            if record.finish_reason is not None and not (has_begun or record.tokens):
-                continue  # the result tells whether that is an error
+            if record.finish_reason in _WITHOUT_TIME and not (has_begun or record.tokens):
+                continue  # which is an error, unless other answers have tokens
             if progress is not None and not self._job.body.return_progress:
                 yield []
                 continue

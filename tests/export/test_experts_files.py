@@ -148,7 +148,6 @@ CONTRADICTIONS: list[tuple[str, Callable[[TinyGGUF], object], type[EdgespecError
     ("qwen3_moe", say("expert_group_count", 2), UnsupportedModelError, "expert_group_count is 2"),
     ("qwen3", say("expert_count", 8), UnsupportedModelError, "no mixtures of experts of the family qwen3"),
     ("lfm2_moe", say("leading_dense_block_count", 2), ModelFileError, r"lacks a tensor for layers\.1\.gate"),
-    ("lfm2_moe", say("expert_gating_func", 1), UnsupportedModelError, "a bias and weighed by softmax"),
     ("qwen3_moe", reshape(f"{GATE}.weight", lambda raw: raw[:7]), ModelFileError, r"\(7, 32, 64\)"),
     ("qwen3_moe", reshape(f"{DOWN}.weight", lambda raw: raw.reshape(4, 128, 32)), ModelFileError, "128, 32"),
     (

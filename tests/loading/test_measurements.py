@@ -56,6 +56,7 @@ OTHERS: list[tuple[str, Any]] = [
     ("options", CpuOptions(threads=2, huge_pages=False)),
     ("options", CpuOptions(threads=2, instructions="avx2")),
     ("options", CpuOptions(threads=2, low_priority=True)),
+    ("kept", "int8"),
     ("machine", HERE.machine | {"onnxruntime": "9.9"}),
 ]
 
