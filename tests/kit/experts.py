@@ -71,7 +71,7 @@ class Mixture:
         scores = x.astype(np.float64) @ self.router[: self.count].T.astype(np.float64)
         scores = scores + self.vectors.get("router_bias", np.float32(0))
         if self.gating == "sigmoid":
-            worth = 1 / (1 + np.exp(-scores))
+            worth = _sigmoid(scores)
         else:
             worth = np.exp(scores - scores.max(axis=1, keepdims=True))
             worth = worth / worth.sum(axis=1, keepdims=True)
@@ -102,7 +102,7 @@ class Mixture:
         if self.shared:
             scored = len(self.router) > self.count
             score = read @ self.router[self.count].astype(np.float64) if scored else np.full(len(x), np.inf)
-            y += feeds["shared"][0] / (1 + np.exp(-score))[:, None]
+            y += feeds["shared"][0] * _sigmoid(score)[:, None]
         y = self._normed("sum_gain", y)
         return y + (feeds["residual"][0] if "residual" in feeds else 0)
 
@@ -116,14 +116,20 @@ def _weights(form: str, raw: U8) -> F64:
     return weights_of(blocks)[0]
 
 
+def _sigmoid(x: F64) -> F64:
+    """Without powers of e, which overflow where random scales are large."""
+    share: F64 = 0.5 * (1 + np.tanh(0.5 * x))
+    return share
+
+
 def _gated(name: str, gate: F64, up: F64) -> F64:
     if name == "gelu":
         active: F64 = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     elif name == "silu":
-        active = gate / (1 + np.exp(-gate)) * up
+        active = gate * _sigmoid(gate) * up
     else:
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-        active = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        active = gate * _sigmoid(1.702 * gate) * (up + 1)
     return active
 
 
