@@ -76,7 +76,7 @@ class ByteBridge:
         self._drafter_prompt = list(drafter_prompt)
         self._target, self._drafter = _Text(target), _Text(drafter)
         self._bytes = bytearray()
-        self._draft = _DraftText(target, drafter)
+        self._draft: _DraftText | None = None  # behind the present text
 
     def to_drafter(self, tokens: Sequence[int]) -> list[int]:
         """The drafter's tokens for the text of all committed target tokens, prompt included.
@@ -90,6 +90,7 @@ class ByteBridge:
         end = self._drafter.ends[-1] if self._drafter.ends else 0
         if shared == len(target.ids) == len(generated) and end == len(self._bytes):
             return self._drafter_prompt + self._drafter.ids
+        self._draft = None
         target.cut(shared)
         kept = target.ends[-1] if target.ends else 0
         target.append(generated[shared:])
@@ -116,37 +117,31 @@ class ByteBridge:
         Raises:
             TokenizerError: the target's vocabulary lacks a byte of the draft.
         """
-        if self._draft.begins_anew(drafted, len(self._bytes)):
+        draft = self._draft
+        if draft is None or not draft.is_continued_by(drafted):
             start = safe_start(self._bytes, self._target.ends, len(self._bytes))
-            self._draft = _DraftText(
-                self._target.tokenizer,
-                self._drafter.tokenizer,
-                behind=len(self._bytes),
-                context=bytes(self._bytes[start:]),
-            )
-        return self._draft.translated(drafted)
+            context = bytes(self._bytes[start:])
+            draft = self._draft = _DraftText(self._target.tokenizer, self._drafter.tokenizer, context)
+        return draft.translated(drafted)
 
 
 class _DraftText:
     """The text of a draft in both vocabularies, from its first token to its last.
 
-    A draft grows by a token at a time, so only its last word is encoded again: ``done`` bytes before it have
-    their target tokens ``ids``. ``context`` is the end of the text, which has ``behind`` bytes.
+    A draft grows by a token at a time, so only its last word is encoded again: the ``done`` bytes before it
+    have the target tokens ``ids``. ``context`` is the end of the text before the draft.
     """
 
-    def __init__(
-        self, target: Tokenizer, drafter: Tokenizer, *, behind: int = 0, context: bytes = b""
-    ) -> None:
-        self._target, self._drafter = target, drafter
-        self._behind, self._context = behind, context
+    def __init__(self, target: Tokenizer, drafter: Tokenizer, context: bytes) -> None:
+        self._target, self._drafter, self._context = target, drafter, context
         self._drafted: list[int] = []
         self._data, self._ends = bytearray(), list[int]()  # the draft's bytes, up to the end of each token
         self._done, self._ids = 0, list[int]()
         self._last: tuple[bytes, list[int]] = b"", []  # the last word, and its tokens
 
-    def begins_anew(self, drafted: Sequence[int], behind: int) -> bool:
-        """Whether ``drafted``, behind a text of so many bytes, is no continuation of this draft."""
-        return behind != self._behind or shared_length(self._drafted, drafted) < len(self._drafted)
+    def is_continued_by(self, drafted: Sequence[int]) -> bool:
+        """Whether ``drafted`` begins with this draft."""
+        return shared_length(self._drafted, drafted) == len(self._drafted)
 
     def translated(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
         """See :meth:`ByteBridge.to_target`."""

@@ -138,6 +138,12 @@ def shared(session: Session, text: Sequence[int]) -> Session:
     return other
 
 
+def rows_in_one_pass(session: Session, text: list[int]) -> F32:
+    """The logits behind each token of a text that ``session`` reads in one pass."""
+    session.rewind(0)
+    return session.predict(text).logits.copy()
+
+
 _STEPS: Final = ("open", "read", "read", "keep", "rewind", "fail", "close", "share")
 
 

@@ -29,9 +29,9 @@ from edgespec_runtimes.session import Session
 from tests.kit.drafters import same_with_drafts
 from tests.kit.kernels import sets
 from tests.kit.native import edit_manifest, tiny_native
-from tests.kit.states import check_rows
+from tests.kit.states import check_rows, rows_in_one_pass
 from tests.kit.tokenizers import byte_level_json
-from tests.kit.toy import F32, HALVES, LLAMA
+from tests.kit.toy import HALVES, LLAMA
 
 TAPS = LLAMA.become(
     Lfm2,
@@ -74,11 +74,6 @@ def plain(bundle: Bundle) -> Iterator[Session]:
     session.close()
 
 
-def rows_of(plain: Session, text: list[int]) -> F32:
-    plain.rewind(0)
-    return plain.predict(text).logits
-
-
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_rows_have_the_bits_of_one_plain_run(opened: Session, plain: Session, data: st.DataObject) -> None:
@@ -88,7 +83,7 @@ def test_rows_have_the_bits_of_one_plain_run(opened: Session, plain: Session, da
         with pytest.raises(RequestError, match="token ids"):
             session.predict([5, -1])
 
-    rows = partial(rows_of, plain)
+    rows = partial(rows_in_one_pass, plain)
     check_rows(data, opened.model, rows, place_behind=lambda length: length // BLOCK * BLOCK, fail=fail)
 
 
@@ -108,12 +103,12 @@ def test_a_pass_that_fails_leaves_no_half_state(
         session.predict(TEXT[100:140])
     assert session.length == 2 * BLOCK
     again = session.predict(TEXT[session.length : 90]).logits
-    np.testing.assert_array_equal(again, rows_of(plain, TEXT[:90])[2 * BLOCK :])
+    np.testing.assert_array_equal(again, rows_in_one_pass(plain, TEXT[:90])[2 * BLOCK :])
     session.close()
 
 
 def test_every_set_gives_the_same_bits(bundle: Bundle, plain: Session) -> None:
-    whole = rows_of(plain, TEXT[:80]).copy()
+    whole = rows_in_one_pass(plain, TEXT[:80]).copy()
     for name in sets():
         session = open_cpu(bundle, CpuOptions(threads=2, instructions=name))
         rows = [session.predict(TEXT[at : at + 7]).logits.copy() for at in range(0, 80, 7)]
@@ -125,7 +120,7 @@ def test_caches_put_aside_and_a_restart_give_the_same_rows(
     bundle: Bundle, plain: Session, tmp_path: Path
 ) -> None:
     texts = [TEXT[:200], [*TEXT[:150], *TEXT[250:300]], TEXT[100:180], TEXT[:131]]
-    expected = [rows_of(plain, text)[-1].copy() for text in texts]
+    expected = [rows_in_one_pass(plain, text)[-1].copy() for text in texts]
     for start in range(2):
         session = open_cpu(bundle, CpuOptions(threads=1))
         caches = KvStore(1 << 22, BlockFiles(tmp_path / "prompts"))

@@ -41,9 +41,9 @@ from tests.kit.hf import (
 )
 from tests.kit.kernels import sets
 from tests.kit.native import tiny_native
-from tests.kit.states import check_rows
+from tests.kit.states import check_rows, rows_in_one_pass
 from tests.kit.tokenizers import byte_level_json
-from tests.kit.toy import F32, LLAMA
+from tests.kit.toy import LLAMA
 
 LATENT = LLAMA.become(
     Latent,
@@ -80,20 +80,15 @@ def plain(bundle: Bundle) -> Iterator[Session]:
     session.close()
 
 
-def rows_of(plain: Session, text: list[int]) -> F32:
-    plain.rewind(0)
-    return plain.predict(text).logits
-
-
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_rows_have_the_bits_of_one_plain_run(opened: Session, plain: Session, data: st.DataObject) -> None:
     """Of several sequences: pieces of prompts, drafts and what is kept of them, rewinds, copies."""
-    check_rows(data, opened.model, partial(rows_of, plain), place_behind=lambda length: length)
+    check_rows(data, opened.model, partial(rows_in_one_pass, plain), place_behind=lambda length: length)
 
 
 def test_every_set_gives_the_same_bits(bundle: Bundle, plain: Session) -> None:
-    whole = rows_of(plain, TEXT[:84]).copy()
+    whole = rows_in_one_pass(plain, TEXT[:84]).copy()
     for name in sets():
         session = open_cpu(bundle, CpuOptions(threads=2, instructions=name))
         rows = [session.predict(TEXT[at : at + 7]).logits.copy() for at in range(0, 84, 7)]
@@ -105,7 +100,7 @@ def test_caches_put_aside_and_a_restart_give_the_same_rows(
     bundle: Bundle, plain: Session, tmp_path: Path
 ) -> None:
     texts = [TEXT[:200], [*TEXT[:150], *TEXT[250:300]], TEXT[100:180], TEXT[:131]]
-    expected = [rows_of(plain, text)[-1].copy() for text in texts]
+    expected = [rows_in_one_pass(plain, text)[-1].copy() for text in texts]
     for start in range(2):
         session = open_cpu(bundle, CpuOptions(threads=1))
         caches = KvStore(1 << 22, BlockFiles(tmp_path / "prompts"))

@@ -252,14 +252,15 @@ def write_text_model(path: Path) -> Path:
     return text.write(path)
 
 
-def test_a_tower_in_a_file_beside_its_model(tmp_path: Path) -> None:
-    """The most alike by name, of those that fit."""
+def test_a_tower_in_a_file_beside_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The most alike by name, of those that fit. One that is damaged is named."""
     source = write_text_model(tmp_path / "tiny-Q8_0.gguf")
     write_mmproj(tmp_path / "mmproj-a-wide.gguf", projection_dim=128)
     write_mmproj(tmp_path / "mmproj-other.gguf", projector_type="gemma4uv")
     (tmp_path / "mmproj-tiny-Q8_0.gguf").write_bytes(b"GGUF, cut off")
     export_model(source, tmp_path / "blind")
     assert not Bundle(tmp_path / "blind").reads_images
+    assert "mmproj-tiny-Q8_0.gguf is left out: " in caplog.text
     write_mmproj(tmp_path / "mmproj-tiny-F16.gguf")
     export_model(source, tmp_path / "sees")
     bundle = Bundle(tmp_path / "sees")

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from edgespec_runtimes.session import Session
 from tests.kit.drafters import same_with_drafts
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.native import tiny_native
-from tests.kit.states import check_rows
+from tests.kit.states import check_rows, rows_in_one_pass
 from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import LLAMA, tiny_bundle
 
@@ -55,21 +54,18 @@ def sessions(
         session.close()
 
 
-def _plain(session: Session, text: list[int]) -> Any:
-    session.rewind(0)
-    return session.predict(text).logits.copy()
-
-
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_rows_have_the_bits_of_one_plain_run(sessions: list[Session], data: st.DataObject) -> None:
     reference = sessions[1]
-    check_rows(data, reference.model, partial(_plain, reference), place_behind=reference.model.places.floor)
+    check_rows(
+        data, reference.model, partial(rows_in_one_pass, reference), place_behind=reference.model.places.floor
+    )
 
 
 def test_logits_are_near_those_over_16_bits(sessions: list[Session]) -> None:
     text = np.random.default_rng(5).integers(0, 97, 90).tolist()
-    near, exact = (_plain(session, text) for session in sessions[1:])
+    near, exact = (rows_in_one_pass(session, text) for session in sessions[1:])
     error = np.abs(near - exact).max() / exact.std()
     assert 0 < error < 0.2
 

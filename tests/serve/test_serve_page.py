@@ -70,6 +70,7 @@ def test_everything_is_reached_by_keyboard(page: "Page", url: str, model: Served
     page.keyboard.type("two")
     page.keyboard.press("Enter")
     page.locator(".cost:not(:empty)").wait_for()
+    page.locator("#log[aria-busy=false]").wait_for()  # until then the button stops the answer
     assert model.calls[0][0][-1]["content"] == "one\ntwo"
     reached = []
     for _ in range(8):

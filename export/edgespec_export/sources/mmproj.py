@@ -3,6 +3,7 @@
 The keys and names are in llama.cpp's ``conversion/`` and ``gguf-py``.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
@@ -18,6 +19,7 @@ from edgespec_models.files.tensors import Tensor
 from edgespec_models.graphs.tower import build_tower
 
 FILES = "*mmproj*.gguf"
+_LOG = logging.getLogger("edgespec")
 
 
 def tower_beside(
@@ -36,7 +38,8 @@ def tower_beside(
         with ExitStack() as opened:
             try:
                 made = None if file == path else _read(open_parts(file, opened), config, tokens)
-            except EdgespecError:  # a file of another model, or a damaged one, which the user did not name
+            except EdgespecError as error:  # the user did not name the file
+                _LOG.warning("%s is left out: %s", file.name, error)
                 continue
             if made is not None:
                 stack.push(opened.pop_all())
