@@ -26,13 +26,13 @@ def main() -> None:
     parser.add_argument("model", help="a name, a file or a bundle")
     parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT")
     parser.add_argument("--tokens", default="64,2000", help="lengths of the text before (64,2000)")
-    given = parser.parse_args()
-    bundle = open_model(given.model, "target")
-    tokens = bundle.tokenizer.encode("\n".join(path.read_text(encoding="utf-8") for path in given.texts))
+    arguments = parser.parse_args()
+    bundle = open_model(arguments.model, "target")
+    tokens = bundle.tokenizer.encode("\n".join(path.read_text(encoding="utf-8") for path in arguments.texts))
     in_bytes = Bundle(bundle.path)
     in_bytes.keep_bytes()
     sessions = {"16bit": open_cpu(bundle), "8bit": open_cpu(in_bytes)}
-    for length in map(int, given.tokens.split(",")):
+    for length in map(int, arguments.tokens.split(",")):
         if len(tokens) < length + _COMPARED:
             parser.error(f"the texts have {len(tokens):,} tokens; {length + _COMPARED:,} are needed")
         logs = [_predicted(name, session, tokens, length) for name, session in sessions.items()]
