@@ -55,23 +55,27 @@ def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_home(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The folder that EDGESPEC_HOME names: another test, on another clock, sees nothing of it.
 
-    It does not exist yet, but for tests of real models: it has links to the user's.
+    It does not exist yet, but for tests of real models: it has links to the user's. It goes with the test,
+    as ``tmp_path`` does, because the bundles and prompts of all tests together fill a small disk.
     """
     home = tmp_path.with_name(f"{tmp_path.name}-home")
     if request.node.get_closest_marker("models"):
         _with_real_models(home)
     monkeypatch.setenv("EDGESPEC_HOME", str(home))
-    return home
+    yield home
+    shutil.rmtree(home, ignore_errors=True)
 
 
 def _with_real_models(home: Path) -> Path:
     home.mkdir(exist_ok=True)
     for folder in REAL_MODELS:
-        if folder.is_dir():
-            (home / folder.name).symlink_to(folder)
+        folder.mkdir(parents=True, exist_ok=True)  # else each test of a new machine pulls its own copy
+        (home / folder.name).symlink_to(folder)
     return home
 
 
