@@ -85,8 +85,9 @@ class Pricing:
         costs = self._curve.experts
         seconds = self._curve.seconds(rows, load.context, load.sequences)
         if costs is not None:
-            overlap = self._overlaps.get(source, self._overlap)
-            seconds += costs.read_s * (costs.expected(rows, overlap) - costs.expected(rows))
+            read_s = costs.read_s * costs.expected(rows, self._overlaps.get(source, self._overlap))
+            # No pass takes less than the reading of its experts, whatever the curve says.
+            seconds = max(read_s, seconds + read_s - costs.read_s * costs.expected(rows))
         return seconds * self._scale * self._shape.get(rows, 1.0)
 
     def observe_pass(

@@ -157,6 +157,7 @@ def test_a_machine_that_throttles_makes_no_row_free() -> None:
 )
 @example(CostCurve(PASSES), [(1, 0.11, 0), (4, 0.12, 0)] * 60, 1, 0.0, False)
 @example(CostCurve(PASSES), [(4, 0.6, 0), (8, 0.07, 0)] * 30, 1, 0.0, False)
+@example(CostCurve({1: 0.001}), [(3, 1.0, 1)], 1, 0.0, True)  # the experts take longer than the pass
 def test_more_rows_never_cost_less_whatever_passes_took(
     curve: CostCurve,
     passes: list[tuple[int, float, int]],
