@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final
 
 from edgespec.history.passages import Turn
 from edgespec.history.store import Learned, Scope, Store, StoredTurn
-from edgespec.loading.first_use import Wanted, checkpoint_of, open_changed
+from edgespec.loading.first_use import checkpoint_of, open_changed
 from edgespec.loading.opening import Reference
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
@@ -147,8 +147,7 @@ class Learner:
         if not self.change.is_file() or device not in (None, "cuda"):
             return None
         try:
-            wanted = Wanted("drafter", weights, device)
-            bundle = open_changed(self.source, self.change, wanted, progress)
+            bundle = open_changed(self.source, self.change, weights, device, progress)
             if self.change.is_file():
                 return bundle
             delete_changes(self.history, [self.scope])  # its texts were forgotten meanwhile

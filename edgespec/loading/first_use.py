@@ -5,13 +5,13 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
+from edgespec_export.options import ExportOptions
 from edgespec_export.recipe import RECIPES
-from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle, Role
+from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.decoders.config import DecoderShape
@@ -23,7 +23,6 @@ from edgespec_models.families import named, read_config
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.progress import ProgressCallback
-from edgespec_models.schema import Checked, one_of
 from edgespec_models.storage import alone, bundles_dir, is_file, model_name, writing
 
 _RECIPE_MARK = "-r"
@@ -35,97 +34,96 @@ Found = Bundle | CatalogueEntry | Path
 """What a reference names on this machine: a bundle, or the source of one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted(Checked):
-    """The choices of a new export. A head also needs the checkpoint of its ``target``."""
-
-    role: Role
-    weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
-    device: ExportDevice | None
-    target: Path | None = None
-    adapters: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raise the RequestError that an export would raise, but before anything is pulled."""
-        if self.weights is None or self.device is None or (self.weights, self.device) == ("portable", "cuda"):
-            return
-        raise RequestError(
-            f"weights={self.weights!r}: an export for {self.device} chooses formats itself; leave out weights"
-        )
-
-    def folder(self, name: str, mark: str) -> Path:
-        """The folder in which a model is cached; ``mark`` identifies its source.
-
-        The recipe is a part of the folder's name, not of the bundle, so that two versions of edgespec on one
-        machine do not replace each other's bundles.
-        """
-        kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
-        if self.target is not None:
-            mark = f"{mark}-{mark_of(self.target)}"
-        if self.adapters:
-            from edgespec_export.sources.adapters import adapter_of
-
-            marks = [(mark_of(path), scale) for path, scale in map(adapter_of, self.adapters)]
-            mark = f"{mark}-{hashlib.sha256(repr(marks).encode()).hexdigest()[:8]}"
-        recipe = RECIPES[self.device]
-        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
+def check_weights(options: ExportOptions) -> None:
+    """Raise the RequestError of weights that the device does not take, before anything is pulled."""
+    weights, device = options.weights, options.device
+    if weights is None or device is None or (weights, device) == ("portable", "cuda"):
+        return
+    raise RequestError(
+        f"weights={weights!r}: an export for {device} chooses formats itself; leave out weights"
+    )
 
 
-def look_up(path: Path, name: str, wanted: Wanted) -> Found:
+def folder_of(options: ExportOptions, name: str, mark: str) -> Path:
+    """The folder in which a model of such an export is cached; ``mark`` identifies its source.
+
+    The recipe is a part of the folder's name, not of the bundle, so that two versions of edgespec on one
+    machine do not replace each other's bundles.
+    """
+    kind = "-".join(part for part in (options.device, options.weights) if part) or WEIGHTS[0]
+    if options.target is not None:
+        mark = f"{mark}-{mark_of(options.target)}"
+    if options.adapters:
+        from edgespec_export.sources.adapters import adapter_of
+
+        marks = [(mark_of(path), scale) for path, scale in map(adapter_of, options.adapters)]
+        mark = f"{mark}-{hashlib.sha256(repr(marks).encode()).hexdigest()[:8]}"
+    recipe = RECIPES[options.device]
+    return bundles_dir() / f"{name}-{mark}-{options.role}-{kind}{_RECIPE_MARK}{recipe}"
+
+
+def look_up(path: Path, name: str, options: ExportOptions) -> Found:
     """The bundle at ``path``, of the checkpoint there, or of the catalogue's entry ``name``.
 
     If the bundle does not exist yet, return its source instead: the checkpoint's path, or the entry.
     """
     is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
-        if wanted.adapters:
+        if options.adapters:
             raise RequestError(f"{path} is no model's source, into which exports merge adapters; give that")
         return open_bundle(path)
     if is_folder or is_file(path) or path.suffix.lower() == ".gguf":
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
         path = path if is_folder else parts_of(path)[0]
-        return open_cached(wanted.folder(name_of(path), mark_of(path))) or path
+        return open_cached(folder_of(options, name_of(path), mark_of(path))) or path
     entry = find(name)
-    return open_cached(wanted.folder(entry.name, entry.mark)) or entry
+    return open_cached(folder_of(options, entry.name, entry.mark)) or entry
 
 
 def open_made(
-    path: Path, name: str, wanted: Wanted, progress: ProgressCallback, target: str | None = None
+    path: Path, name: str, options: ExportOptions, progress: ProgressCallback, target: str | None = None
 ) -> Bundle:
     """The bundle that :func:`look_up` finds, made first if it is missing. A head is made for ``target``.
 
     A target's own file also names its MTP layer, if it has one.
     """
-    source = None if target is None or wanted.role == "target" else checkpoint_of(target)
+    source = None if target is None or options.role == "target" else checkpoint_of(target)
     if source is not None and path.exists() and path.samefile(source):
         path = source
-    made = None if source is None or not path.exists() else made_for(path, source, wanted)
+    made = None if source is None or not path.exists() else made_for(path, source, options)
     if made is not None:
         return made
-    model: Found = path if path == source and _is_head(path, source) else look_up(path, name, wanted)
+    model: Found = path if path == source and _is_head(path, source) else look_up(path, name, options)
     if isinstance(model, Bundle):
         return model
-    wanted.check()
+    check_weights(options)
     if isinstance(model, Path):
-        if wanted.role == "drafter" and _is_head(model, source):
-            wanted = replace(wanted, target=_checkpoint_for(model, target, progress))
-        name = name_of(model, wanted.target)
-        return _export(model, wanted.folder(name, mark_of(model)), name, wanted, progress)
+        if options.role == "drafter" and _is_head(model, source):
+            options = replace(options, target=_checkpoint_for(model, target, progress))
+        name = name_of(model, options.target)
+        return _export(model, folder_of(options, name, mark_of(model)), name, options, progress)
     source = pull(model, progress=progress, notify=_LOG.warning)
-    folder = wanted.folder(model.name, model.mark)
-    return _export(source, folder, model.name, wanted, progress, alignment_of(model, wanted.device))
+    folder = folder_of(options, model.name, model.mark)
+    return _export(source, folder, model.name, options, progress, alignment_of(model, options.device))
 
 
-def open_changed(source: Path, alignment: Path, wanted: Wanted, progress: ProgressCallback) -> Bundle:
+def open_changed(
+    source: Path,
+    alignment: Path,
+    weights: str | None,
+    device: ExportDevice | None,
+    progress: ProgressCallback,
+) -> Bundle:
     """The bundle of the drafter ``source`` with an alignment, made beside that if it does not exist."""
-    folder = alignment.parent / wanted.folder("bundle", mark_of(alignment)).name
-    return _export(source, folder, name_of(source), wanted, progress, alignment)
+    options = ExportOptions("drafter", weights, device=device)
+    folder = alignment.parent / folder_of(options, "bundle", mark_of(alignment)).name
+    return _export(source, folder, name_of(source), options, progress, alignment)
 
 
-def made_for(head: Path, target: Path, wanted: Wanted) -> Bundle | None:
+def made_for(head: Path, target: Path, options: ExportOptions) -> Bundle | None:
     """The earlier made bundle of a head for the checkpoint ``target``; None if there is none."""
-    return open_cached(replace(wanted, target=target).folder(name_of(head, target), mark_of(head)))
+    return open_cached(folder_of(replace(options, target=target), name_of(head, target), mark_of(head)))
 
 
 def checkpoint_of(reference: str | Path) -> Path | None:
@@ -268,22 +266,13 @@ def _export(
     source: Path,
     folder: Path,
     name: str,
-    wanted: Wanted,
+    options: ExportOptions,
     progress: ProgressCallback,
     alignment: Path | None = None,
 ) -> Bundle:
-    from edgespec_export.export import ExportOptions, export_model
+    from edgespec_export.export import export_model
 
-    options = ExportOptions(
-        role=wanted.role,
-        weights=wanted.weights,
-        name=name,
-        device=wanted.device,
-        overwrite=True,
-        alignment=alignment,
-        target=wanted.target,
-        adapters=wanted.adapters,
-    )
+    options = replace(options, name=name, overwrite=True, alignment=alignment)
     lock = folder.with_name(f".{folder.name}.lock")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -121,15 +121,16 @@ def open_model(
 
     if is_model(path) and not adapters:
         return open_bundle(path)
-    from edgespec.loading.first_use import Wanted, locate_hub, open_made
+    from edgespec.loading.first_use import check_weights, locate_hub, open_made
+    from edgespec_export.options import ExportOptions
     from edgespec_models.downloads.hub import on_hub
 
-    wanted = Wanted(role, weights, device, adapters=adapters)
+    options = ExportOptions(role, weights, device=device, adapters=adapters)
     named = None if path.exists() else on_hub(str(reference))
     if named is not None:
-        wanted.check()
+        check_weights(options)
         path = locate_hub(named, progress, device)
-    return open_made(path, str(reference), wanted, progress, None if target is None else str(target))
+    return open_made(path, str(reference), options, progress, None if target is None else str(target))
 
 
 def check_target(bundle: Bundle) -> None:

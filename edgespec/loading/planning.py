@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from edgespec.loading import drafters, first_use
-from edgespec.loading.first_use import Found, Wanted, name_of
+from edgespec.loading.first_use import Found, name_of
 from edgespec.loading.footprint import (
     CacheSize,
     Footprint,
@@ -19,6 +19,7 @@ from edgespec.loading.footprint import (
     with_gpu,
 )
 from edgespec.loading.opening import NGRAM, Reference
+from edgespec_export.options import ExportOptions
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.decoders.kept import BLOCK, KeptTensor, KeptType, in_bytes
@@ -83,7 +84,7 @@ def plan(
         source, path = first_use.checkpoint_of(target), Path(drafter)
         model: Found | HubName | None = None
         if source is not None and path.exists():
-            model = first_use.made_for(path, source, Wanted("drafter", weights, None))
+            model = first_use.made_for(path, source, ExportOptions("drafter", weights))
         model = model or (path if path == source else look_up(drafter, "drafter", weights))
         second = footprint(model, "drafter", weights, source)
     if kv == "8bit":
@@ -119,7 +120,7 @@ def look_up(
             f"{reference} is not on this machine, and a plan needs its files; run 'edgespec pull "
             f"{reference}' first"
         )
-    return first_use.look_up(path, str(reference), Wanted(role, weights, None, adapters=adapters))
+    return first_use.look_up(path, str(reference), ExportOptions(role, weights, adapters=adapters))
 
 
 def recommended(

@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec.loading.first_use import Wanted, mark_of, name_of
+from edgespec.loading.first_use import folder_of, mark_of, name_of
 from edgespec.loading.inventory import bundle_of, holdings, outdated, removable, remove
+from edgespec_export.options import ExportOptions
 from edgespec_export.recipe import RECIPES
 from edgespec_models.downloads.catalog import find
 from edgespec_models.downloads.download import model_path
@@ -94,7 +95,7 @@ def test_a_name_that_folders_shorten_has_its_bundle_and_prompts(
 ) -> None:
     source = tmp_path / f"{stem}.gguf"
     source.write_bytes(b"GGUF")
-    made = Wanted("target", None, None).folder(name_of(source), mark_of(source))
+    made = folder_of(ExportOptions(), name_of(source), mark_of(source))
     make("bundles", made.name, "edgespec.json")
     make("prompt-cache", f"{prompts_name(name_of(source))}-0123456789abcdef", "00")
     assert [part.kind for part in holdings(str(source))] == ["bundle", "prompts"]
@@ -103,8 +104,8 @@ def test_a_name_that_folders_shorten_has_its_bundle_and_prompts(
 def test_the_mtp_layer_of_a_file_goes_with_it(make: Make, tmp_path: Path) -> None:
     source = tmp_path / "m.gguf"
     source.write_bytes(b"GGUF")
-    target = Wanted("target", None, None).folder(name_of(source), mark_of(source))
-    layer = Wanted("drafter", None, None, target=source).folder(name_of(source, source), mark_of(source))
+    target = folder_of(ExportOptions(), name_of(source), mark_of(source))
+    layer = folder_of(ExportOptions("drafter", target=source), name_of(source, source), mark_of(source))
     other = bundle(make, "m-mtp", "0" * 8)
     for folder in (target, layer):
         make("bundles", folder.name, "edgespec.json")
