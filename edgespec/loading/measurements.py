@@ -10,7 +10,6 @@ load at the same time do not disturb each other: the last one's file stays.
 import hashlib
 import json
 import logging
-import math
 import platform
 import subprocess
 import sys
@@ -26,8 +25,9 @@ import psutil
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.kept import types_of
 from edgespec_models.errors import EdgespecError
+from edgespec_models.schema import read
 from edgespec_models.storage import measurements_dir, read_text, write_text
-from edgespec_runtimes.cost import CostCurve, ExpertCosts
+from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads, library_digest
 from edgespec_runtimes.ort import ort
 
@@ -92,23 +92,15 @@ def recall(conditions: Conditions) -> Measurement | None:
         return _parsed(json.loads(read_text(path, most=_LARGEST_FILE)), conditions)
     except FileNotFoundError:
         return None
-    except (OSError, AttributeError, KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError, EdgespecError) as error:
         _LOG.debug("%s is ignored: %s", path, error)
         return None
 
 
 def remember(conditions: Conditions, measurement: Measurement) -> None:
     """Keep a measurement, if the folder can be written."""
-    value = {
-        "format": _FORMAT,
-        "conditions": asdict(conditions),
-        "row_exact": measurement.row_exact,
-        "seconds_by_rows": {str(n): t for n, t in sorted(measurement.curve.seconds_by_rows.items())},
-        "confirmed": measurement.curve.confirmed,
-        "context_s": measurement.curve.context_s,
-        "row_context_s": measurement.curve.row_context_s,
-        "experts": measurement.curve.experts and asdict(measurement.curve.experts),
-    }
+    known = {"format": _FORMAT, "conditions": asdict(conditions), "row_exact": measurement.row_exact}
+    value = known | asdict(measurement.curve)
     path = conditions.path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,23 +130,14 @@ def discard(conditions: Conditions) -> None:
 
 def _parsed(value: Any, conditions: Conditions) -> Measurement:
     """Parse a measurement of these conditions. Bad values raise what JSON values may raise."""
-    if value["format"] != _FORMAT or value["conditions"] != asdict(conditions):
+    if value.pop("format") != _FORMAT or value.pop("conditions") != asdict(conditions):
         raise ValueError("of another format or other conditions")
-    points = {int(rows): float(seconds) for rows, seconds in value["seconds_by_rows"].items()}
-    if 1 not in points or min(points) < 1 or not all(0 < t < math.inf for t in points.values()):
-        raise ValueError(f"not the cost of passes: {points}")
-    context_s, row_context_s = float(value["context_s"]), float(value["row_context_s"])
-    if not all(0 <= t < math.inf for t in (context_s, row_context_s)):
-        raise ValueError(f"not the cost of a context: {context_s}, {row_context_s}")
-    experts = value.get("experts") and ExpertCosts(**value["experts"])
-    if experts and not (0 <= experts.read_s < math.inf and experts.used > 0 and 0 < experts.overlap <= 1):
-        raise ValueError(f"not the cost of experts: {experts}")
-    if not isinstance(value["row_exact"], bool):
-        raise ValueError(f"row_exact is {value['row_exact']!r}")
-    if not isinstance(value["confirmed"], bool):
-        raise ValueError(f"confirmed is {value['confirmed']!r}")
-    curve = CostCurve(points, value["confirmed"], context_s, row_context_s, experts or None)
-    return Measurement(value["row_exact"], curve)
+    row_exact = value.pop("row_exact")
+    curve = read(CostCurve, value, "the curve", EdgespecError, "It is measured anew")
+    points = {int(rows): seconds for rows, seconds in curve.seconds_by_rows.items()}
+    if not isinstance(row_exact, bool) or 1 not in points or min(points) < 1:
+        raise ValueError(f"row_exact is {row_exact!r}, and passes have {[*points]} rows")
+    return Measurement(row_exact, replace(curve, seconds_by_rows=points))
 
 
 def describe_machine() -> dict[str, Any]:

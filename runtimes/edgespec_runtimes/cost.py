@@ -8,9 +8,11 @@ from functools import cached_property
 from itertools import count, islice
 from statistics import fmean
 from time import perf_counter
+from typing import Annotated
 
 from edgespec_models.decoders.kept import BLOCK
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.schema import within
 from edgespec_runtimes.session import Session
 
 DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
@@ -29,6 +31,7 @@ _CONTEXT_REPEATS = 3
 _SAMPLES = 4
 _FEW = 33  # rows
 _LEAST_OVERLAP, _HALVINGS = 1e-3, 16
+_Seconds = Annotated[float, within(0.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,9 @@ class ExpertCosts:
     overlap) ** n`` of the last row's are new.
     """
 
-    read_s: float
-    used: int
-    overlap: float
+    read_s: _Seconds
+    used: Annotated[int, within(1)]
+    overlap: Annotated[float, within(high=1.0, above=0.0)]
 
     def expected(self, rows: int, overlap: float | None = None) -> float:
         """The number of different experts that this many rows use."""
@@ -71,10 +74,10 @@ class CostCurve:
     ``experts`` has the costs of a mixture of experts, whose points were measured at its overlap; else None.
     """
 
-    seconds_by_rows: Mapping[int, float]
+    seconds_by_rows: Mapping[int, Annotated[float, within(above=0.0)]]
     confirmed: bool = True
-    context_s: float = 0.0
-    row_context_s: float = 0.0
+    context_s: _Seconds = 0.0
+    row_context_s: _Seconds = 0.0
     experts: ExpertCosts | None = None
 
     def seconds(self, rows: int, context: float = 0.0, sequences: int = 1) -> float:
