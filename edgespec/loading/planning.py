@@ -22,7 +22,7 @@ from edgespec.loading.opening import NGRAM, Reference
 from edgespec_export.options import ExportOptions
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.decoders.config import DecoderShape
-from edgespec_models.decoders.kept import BLOCK, KeptTensor, KeptType, in_bytes
+from edgespec_models.decoders.kept import BLOCK, in_bytes
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.downloads.catalog import CatalogueEntry, HubName, entries, hub_names
@@ -168,7 +168,7 @@ def footprint(
         return _of_checkpoint(model.name, model_path(model), role, weights, adapters=adapters)
     config, size = _config_of(model), model.size_bytes  # as its weights, because an export keeps them
     return _planned(
-        model.name, _with_kept(config, weights), (role, weights), _spread(config, size), (size, size)
+        model.name, config, role, weights, _spread(config, size), download_bytes=size, export_bytes=size
     )
 
 
@@ -177,8 +177,7 @@ def _of_layer(model: HubName, weights: str | None) -> Footprint:
     target = _config_of(model)
     layer, size = target.mtp_layer, round(drafters.mtp_price(target, whole=True) * model.size_bytes)
     assert layer is not None  # of a family with such layers
-    kept = _with_kept(layer, weights)
-    return _planned(f"{model.name}-mtp", kept, ("drafter", weights), _spread(layer, size), (0, size))
+    return _planned(f"{model.name}-mtp", layer, "drafter", weights, _spread(layer, size), export_bytes=size)
 
 
 def _spread(config: Transformer, size: int) -> dict[str, int]:
@@ -188,10 +187,6 @@ def _spread(config: Transformer, size: int) -> dict[str, int]:
         kind = "experts" if ".experts_" in name else "embedding" if name == "inputs" else "matrices"
         weights[kind] += prod(shape) if name != "embed" else 0  # which passes read as the LM head, if tied
     return {kind: size * count // sum(weights.values()) for kind, count in weights.items()}
-
-
-def _with_kept(config: Transformer, weights: str | None) -> tuple[Transformer, tuple[KeptTensor, ...]]:
-    return config, record(config).kept_in(_kept_type(weights))
 
 
 def _of_checkpoint(
@@ -210,7 +205,7 @@ def _of_checkpoint(
     with open_checkpoint(source, target if is_draft else None, adapters) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, weights)
         config = checkpoint.config
-    return _planned(name, _with_kept(config, weights), (role, weights), by_class, (0, file_bytes))
+    return _planned(name, config, role, weights, by_class, export_bytes=file_bytes)
 
 
 def _config_of(model: CatalogueEntry | HubName) -> Transformer:
@@ -228,22 +223,21 @@ def _is_native(weights: str | None) -> bool:
     return weights in (None, "exact")
 
 
-def _kept_type(weights: str | None) -> KeptType:
-    return "float16" if _is_native(weights) else "float32"
-
-
 def _planned(
     name: str,
-    model: tuple[DecoderShape, tuple[KeptTensor, ...]],
-    wanted: tuple[Role, str | None],
+    config: Transformer,
+    role: Role,
+    weights: str | None,
     by_class: Mapping[str, int],
-    disk: tuple[int, int],
+    *,
+    export_bytes: int,
+    download_bytes: int = 0,
 ) -> Footprint:
-    """The footprint of an export for the CPU; ``disk`` has the bytes to download and to write."""
-    (config, kept), (role, weights) = model, wanted
+    """The footprint of an export for the CPU."""
     native = _is_native(weights)
     spare, step = int(not native and role == "target"), BLOCK if native else KV_STEP
+    kept = record(config).kept_in("float16" if native else "float32")
     cache = CacheSize(kept=kept, longest=config.context_length, spare=spare, step=step)
-    state: State = "to be pulled" if disk[0] else "to be exported"
-    sizes = {"download_bytes": disk[0], "export_bytes": disk[1]}
+    state: State = "to be pulled" if download_bytes else "to be exported"
+    sizes = {"download_bytes": download_bytes, "export_bytes": export_bytes}
     return footprint_with(name, config, by_class, cache, native=native, state=state, **sizes)
