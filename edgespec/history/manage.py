@@ -18,7 +18,7 @@ from edgespec.history.passages import LEAD
 from edgespec.history.store import Learned, Scope, Store, StoredTurn
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.schema import checked, length, shown
-from edgespec_models.storage import expanded, histories_dir, write_text
+from edgespec_models.storage import bytes_at, expanded, histories_dir, write_text
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_CHAINED: Final = 64  # passages that one text may run through
@@ -91,7 +91,7 @@ class History:
     @property
     def size_bytes(self) -> int:
         """Bytes on disk, with the log; 0 if it does not exist."""
-        return sum(file.stat().st_size for file in self._on_disk() if file.is_file())
+        return bytes_at(*self._on_disk())
 
     def check(self) -> None:
         """Refuse a file of another program, reading it only. All methods do this.

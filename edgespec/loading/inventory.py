@@ -16,7 +16,7 @@ from edgespec_models.downloads.download import model_path, record_of
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import RequestError, shell_word
 from edgespec_models.files.gguf_parts import parts_of
-from edgespec_models.storage import bundles_dir, prompts_dir, prompts_name, writing
+from edgespec_models.storage import bundles_dir, bytes_at, prompts_dir, prompts_name, writing
 
 _Kind = Literal["file", "bundle", "prompts"]
 _BUNDLE = re.compile(
@@ -43,7 +43,7 @@ class Holding:
     @classmethod
     def of(cls, kind: _Kind, *paths: Path, shared_with: tuple[str, ...] = ()) -> "Holding":
         """The holding at ``paths``."""
-        return cls(kind, paths, sum(map(_size, paths)), shared_with)
+        return cls(kind, paths, bytes_at(*paths), shared_with)
 
 
 def holdings(*names: str) -> list[Holding]:
@@ -158,8 +158,3 @@ def _belongs(bundle: Path, mark: str, *names: str) -> bool:
     """Whether a bundle was made of a model of ``names``; of a source with ``mark``, if that is not empty."""
     match = _BUNDLE.fullmatch(bundle.name)
     return match is not None and match["name"] in names and match["marks"].startswith(f"-{mark}")
-
-
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file())

@@ -20,7 +20,7 @@ from edgespec_models.bundles.bundle import HF_CONFIG
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_models.storage import writing
+from edgespec_models.storage import bytes_at, writing
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 
 _TASK = "text-generation-with-past"
@@ -79,8 +79,8 @@ def _tried(source: Path, folder: Path, started: float) -> dict[str, Any]:
         "architecture": bundle.config.architecture,
         "copies_cache": copies_cache,
         "row_exact": row_exact,
-        "source_bytes": _size(source),
-        "bytes": _size(folder),
+        "source_bytes": bytes_at(source),
+        "bytes": bytes_at(folder),
         "seconds": perf_counter() - started,
     }
 
@@ -108,7 +108,3 @@ def _run(command: Sequence[str]) -> None:
         lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
         message = " / ".join(lines[-_SHOWN_LINES:]) or "it said nothing"
         raise EdgespecError(f"{command[0]} failed with code {result.returncode}: {message}")
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -111,6 +111,17 @@ def size(count: int) -> str:
     return f"{count} bytes" if unit is None else f"{count / units[unit]:.1f} {unit}"
 
 
+def bytes_at(*paths: Path) -> int:
+    """Bytes of files, and of all files below folders. What vanishes meanwhile does not count."""
+    total = 0
+    for path in paths:
+        below = (Path(root, name) for root, _, names in os.walk(path) for name in names)
+        for file in below if path.is_dir() else (path,):
+            with suppress(FileNotFoundError):
+                total += file.stat().st_size
+    return total
+
+
 def model_name(folder: Path) -> str:
     """The name of the model in a directory.
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from edgespec_models.downloads.catalog import CatalogueEntry, IndexPart, find
 from edgespec_models.downloads.download import check, is_pulled, model_path, pull
 from edgespec_models.downloads.hub_http import within
-from edgespec_models.downloads.index import bytes_under, join_parts
+from edgespec_models.downloads.index import join_parts
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress
+from edgespec_models.storage import bytes_at
 from tests.kit.downloads import (
     BOTH,
     CONTENT,
@@ -294,6 +295,6 @@ def test_what_pip_deletes_while_it_is_counted_counts_nothing(tmp_path: Path) -> 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(come_and_go)
         try:
-            assert {bytes_under(folder) for _ in range(300)} == {5}
+            assert {bytes_at(folder) for _ in range(300)} == {5}
         finally:
             ended.set()

