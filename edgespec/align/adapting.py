@@ -109,7 +109,7 @@ def _adapt(
 
 def prices_of(target: Bundle, drafter: Bundle) -> Prices:
     """Prices by bytes, for models that are not loaded: bytes are what passes on a CPU cost."""
-    step = _bytes_of(drafter) / _bytes_of(target)
+    step = drafter.manifest.size_bytes / target.manifest.size_bytes
     return Prices({n: 1.0 + _ROW * (n - 1) for n in range(1, _LONGEST + 2)}, step)
 
 
@@ -133,10 +133,6 @@ def speed(guesses: Sequence[Sequence[bool]], prices: Prices) -> float:
 def _text(stored: StoredTurn, drafter: Bundle) -> Text | None:
     prompt, answer = json.loads(stored.turn.prompt), stored.turn.answer
     return turn_text(prompt, answer, drafter, ended=stored.turn.ended)
-
-
-def _bytes_of(bundle: Bundle) -> int:
-    return sum(file.size_bytes for file in bundle.manifest.files.values())
 
 
 def _start(learner: Learner) -> Alignment | None:

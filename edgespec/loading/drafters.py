@@ -37,8 +37,7 @@ def choose(target: Bundle, reference: Reference) -> str:
     For a model with a name the drafter is fetched, like the model. For a user's own file or folder nothing is
     fetched without being asked for.
     """
-    n_bytes = sum(file.size_bytes for file in target.manifest.files.values())
-    provenance = target.manifest.provenance
+    n_bytes, provenance = target.manifest.size_bytes, target.manifest.provenance
     layer = None
     if target.manifest.operators == "edgespec":
         layer = first_use.mtp_layer(target.config, provenance.get("left_out"), reference)

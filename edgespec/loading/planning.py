@@ -134,8 +134,7 @@ def recommended(
     if isinstance(target, CatalogueEntry) and target.drafter is not None:
         return target.drafter
     if isinstance(target, Bundle):
-        total = sum(file.size_bytes for file in target.manifest.files.values())
-        facts, config = target.manifest.provenance, target.config
+        total, facts, config = target.manifest.size_bytes, target.manifest.provenance, target.config
         return drafters.recommended(config, total, facts.get("sha256"), reference, layer(config, facts))[0]
     if isinstance(target, CatalogueEntry | HubName):
         own = Path(target.name) if isinstance(target, HubName) and target.mtp and not portable else None

@@ -450,7 +450,7 @@ def _info(name: str, bundle: Found | None) -> Json:
     answers = ["completion", *(skill for skill, is_known in skills.items() if is_known)]
     family, template = config.architecture, bundle.chat_template.source if bundle.chat_template else ""
     return {
-        "size": sum(file.size_bytes for file in manifest.files.values()),
+        "size": manifest.size_bytes,
         "digest": _digest(bundle.digest, template),
         "details": _details(family, weights, *(form for form, _ in formats.most_common(1))),
         "capabilities": ["embedding"] if bundle.embeds else answers,

@@ -230,6 +230,11 @@ class Manifest:
         return self.device if self.static is None else self.static.device
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of the bundle's files, without the manifest."""
+        return sum(file.size_bytes for file in self.files.values())
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache a token takes."""
         return bytes_per_token(self.kept)
