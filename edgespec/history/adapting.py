@@ -18,9 +18,8 @@ from importlib.util import find_spec
 from time import monotonic
 from typing import Any, Final
 
-import psutil
-
 from edgespec.history.changes import Adaptation, Learner
+from edgespec.loading.options import on_battery
 from edgespec_models.errors import Cancelled, EdgespecError
 from edgespec_models.progress import Progress, ProgressCallback
 
@@ -144,7 +143,7 @@ class WhenIdle:
             while not self._closing.wait(_LOOK_S if adapting else _LOOK_AGAIN_S):
                 if self._is_busy():
                     busy_at, has_news = monotonic(), True
-                rests = monotonic() - busy_at >= CALM_S and _on_mains()
+                rests = monotonic() - busy_at >= CALM_S and not on_battery()
                 if adapting is None:
                     if rests and has_news:
                         adapting, has_news, is_paused = self._begin(), False, False
@@ -159,8 +158,3 @@ class WhenIdle:
         finally:
             if adapting is not None:
                 adapting.stop()
-
-
-def _on_mains() -> bool:
-    battery = getattr(psutil, "sensors_battery", lambda: None)()  # not on every system
-    return battery is None or battery.power_plugged is not False

@@ -73,14 +73,17 @@ class LoadOptions(Checked):
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:
         """The options of a session on the CPU."""
-        threads = self.threads
-        if self.battery_threads is not None:
-            battery = getattr(psutil, "sensors_battery", lambda: None)()  # not on every system
-            threads = self.battery_threads if battery and battery.power_plugged is False else threads
+        threads = self.battery_threads
         return CpuOptions(
-            threads=threads,
+            threads=self.threads if threads is None or not on_battery() else threads,
             spinning=self.spinning,
             low_priority=low_priority,
             huge_pages=self.huge_pages,
             instructions=self.instructions,
         )
+
+
+def on_battery() -> bool:
+    """Whether the machine runs on its battery."""
+    battery = getattr(psutil, "sensors_battery", lambda: None)()  # not on every system
+    return battery is not None and battery.power_plugged is False
