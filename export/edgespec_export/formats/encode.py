@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.files.blocks import F32, Blocks
+from edgespec_models.files.blocks import F32, Blocks, values_of
 from edgespec_models.files.tensors import U8
 from edgespec_models.graphs.plan import EmbeddingSpec
 
@@ -23,7 +23,7 @@ def encode_linear(source: Blocks | F32, form: WeightFormat) -> Arrays:
         return _encode_8(source, form)
     if isinstance(source, Blocks) and _holds(form, source):
         return _encode_4(source, form)
-    values = source.values() if isinstance(source, Blocks) else source
+    values = values_of(source)
     if form.is_float:
         return {"weight": values}
     return _encode_4(round_matrix(values, form), form)
@@ -91,7 +91,7 @@ def _encode_8(source: Blocks | F32, form: WeightFormat) -> Arrays:
     if isinstance(source, Blocks) and source.block == form.block and source.minimums is None:
         codes, scales = _centred_8(source), source.scales
     else:
-        values = source.values() if isinstance(source, Blocks) else source
+        values = values_of(source)
         grouped = values.reshape(values.shape[0], -1, form.block)
         scales = np.abs(grouped).max(axis=-1) / np.float32(127)
         codes = _codes(grouped, scales, np.float32(128), 255).reshape(values.shape)

@@ -23,7 +23,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.decoders.record import record
-from edgespec_models.files.blocks import F32, WITHIN, Blocks, unpack
+from edgespec_models.files.blocks import F32, WITHIN, Blocks, unpack, values_of
 from edgespec_models.files.tensors import FLOATS, U8, GGMLType
 from edgespec_models.graphs.plan import (
     FULL,
@@ -218,7 +218,7 @@ class Stored:
             return encode_linear(source, self.format)
         if tiles == WITHIN.get(kind.name, kind.name):
             return {"weight": pack(tiles, raw, kind)}
-        values = source.values() if isinstance(source, Blocks) else source
+        values = values_of(source)
         return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles]), values)}
 
     def decode(self, arrays: Arrays, rows: int, columns: int) -> F32:

@@ -24,7 +24,7 @@ from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.families import of_gguf
 from edgespec_models.families.names import own_names
-from edgespec_models.files.blocks import F32, Blocks, unpack
+from edgespec_models.files.blocks import F32, unpack, values_of
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import U8, GGMLType, Tensor
 
@@ -117,8 +117,7 @@ def _adapted(base: Tensor, factors: tuple[tuple[F32, F32], ...]) -> Adapted:
 
 
 def _floats(tensor: Tensor, start: int = 0, stop: int | None = None) -> F32:
-    unpacked = unpack(tensor.type, tensor.read(start, stop))
-    values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
+    values = values_of(unpack(tensor.type, tensor.read(start, stop)))
     if not np.isfinite(values).all():
         raise ModelFileError(f"tensor {tensor.name!r} holds weights that are not finite; download it again")
     return values.reshape(-1, tensor.shape[-1])

@@ -24,7 +24,7 @@ from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.families.towers import Tower
-from edgespec_models.files.blocks import F32, Blocks, unpack
+from edgespec_models.files.blocks import F32, unpack, values_of
 from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.storage import read_text
@@ -141,8 +141,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
         """Rows ``start`` to ``stop`` of a tensor, as float32."""
         tensor = self.tensor(name)
-        unpacked = unpack(*self.read(name, start, stop))
-        values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
+        values = values_of(unpack(*self.read(name, start, stop)))
         if not np.isfinite(values).all():
             raise ModelFileError(
                 f"tensor {tensor.name!r} of {self.path.name} holds weights that are not finite numbers; "

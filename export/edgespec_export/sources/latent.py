@@ -14,7 +14,7 @@ from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError
 from edgespec_models.families.glm4_moe_lite import Latent
-from edgespec_models.files.blocks import Blocks, unpack
+from edgespec_models.files.blocks import unpack, values_of
 from edgespec_models.files.tensors import U8, GGMLType, Stack, Tensor
 
 
@@ -26,8 +26,7 @@ class _Turned(Tensor):
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
         """Like :meth:`Tensor.read`. The whole matrix is read."""
-        unpacked = unpack(self.source.type, self.source.read())
-        values = unpacked.values() if isinstance(unpacked, Blocks) else unpacked
+        values = values_of(unpack(self.source.type, self.source.read()))
         rows = np.ascontiguousarray(values.reshape(self.source.shape).T[start:stop], np.float32)
         return rows.view(np.uint8).reshape(len(rows), -1, 4)
 

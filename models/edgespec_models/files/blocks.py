@@ -194,6 +194,11 @@ def fields(kind: GGMLType, raw: U8) -> Fields:
     return _READERS[kind](raw)
 
 
+def values_of(source: Blocks | F32) -> F32:
+    """The weights of :func:`unpack`, float32 ``(rows, columns)``."""
+    return source.values() if isinstance(source, Blocks) else source
+
+
 def largest(source: Blocks | F32) -> float:
     """The largest magnitude among the weights, or scales and minimums; infinite where one is not finite."""
     arrays = [source] if not isinstance(source, Blocks) else [source.scales]
