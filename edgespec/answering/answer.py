@@ -15,7 +15,7 @@ from edgespec.answering.results import (
     token_records,
 )
 from edgespec.asking.request import Prompt, Request, form_of
-from edgespec.decoding.draft import Clock, Remarks, Step
+from edgespec.decoding.draft import Clock, Remarks, Round
 from edgespec.decoding.grammar import Constraint
 from edgespec_models.bundles.bundle import Bundle
 
@@ -68,17 +68,17 @@ class Answer:
         else:
             self._reader = AnswerReader(self._tokenizer, prompt.place, self._calls, fill, stop=request.stop)
         self._again = 0 if fill is None else fill.skip  # bytes of a cut word to come
-        self.rounds, self._records = list[Step](), list[Record]()
+        self.rounds, self._records = list[Round](), list[Record]()
         self.reason: FinishReason | None = None
         self._queued_s = queued_s
         self._first_at = self._decode_s = 0.0
 
-    def push(self, step: Step, reason: FinishReason | None) -> Record:
+    def push(self, round_: Round, reason: FinishReason | None) -> Record:
         """The record of a round. ``reason`` says why the decoding is complete; None if it is not."""
         if not self.rounds:
             self._first_at = self.clock()
-        self.rounds.append(step)
-        record = self._reader.push(step.tokens)
+        self.rounds.append(round_)
+        record = self._reader.push(round_.tokens)
         constraint = self._constraint
         if constraint is not None and constraint.broken:
             self.reason = "length"
@@ -86,7 +86,7 @@ class Answer:
             self.reason = "stop"
         else:
             self.reason = reason
-        record = self._shown(replace(record, tokens=tuple(map(self._with_again, token_records(step)))))
+        record = self._shown(replace(record, tokens=tuple(map(self._with_again, token_records(round_)))))
         self._decode_s = self.clock() - self._first_at
         return record
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
-from edgespec.decoding.draft import Progress, Remarks, Step
+from edgespec.decoding.draft import Progress, Remarks, Round
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
 """Why an answer ended: the model or a stop string ended it (stop), it reached its limit or the context's
@@ -253,39 +253,39 @@ def nothing(reason: FinishReason) -> Generation:
     return Generation("", (), reason, GenerationStats())
 
 
-def token_records(step: Step) -> tuple[TokenRecord, ...]:
+def token_records(round_: Round) -> tuple[TokenRecord, ...]:
     """The tokens of a round with their sources."""
-    sources = (*step.draft.sources[: step.accepted], *["target"] * len(step.tokens))
-    logprobs = step.logprobs or (None,) * len(step.tokens)
-    tops = step.top_logprobs or ((),) * len(step.tokens)
-    return tuple(map(TokenRecord, step.tokens, sources, logprobs, tops))
+    sources = (*round_.draft.sources[: round_.accepted], *["target"] * len(round_.tokens))
+    logprobs = round_.logprobs or (None,) * len(round_.tokens)
+    tops = round_.top_logprobs or ((),) * len(round_.tokens)
+    return tuple(map(TokenRecord, round_.tokens, sources, logprobs, tops))
 
 
-def statistics(steps: Sequence[Step], remarks: Remarks) -> GenerationStats:
+def statistics(rounds: Sequence[Round], remarks: Remarks) -> GenerationStats:
     """The statistics of a request's rounds, without the prompt and the total time.
 
     The first round belongs to the reading of the prompt, and does not count as decoding.
     """
-    decoded = steps[1:]
+    decoded = rounds[1:]
     drafted, drafted_at = Counter[str](), Counter[int]()
     accepted, accepted_at = Counter[str](), Counter[int]()
-    for step in steps:
-        drafted.update(step.draft.sources)
-        drafted_at.update(range(len(step.draft.tokens)))
-        accepted.update(step.draft.sources[: step.accepted])
-        accepted_at.update(range(step.accepted))
+    for round_ in rounds:
+        drafted.update(round_.draft.sources)
+        drafted_at.update(range(len(round_.draft.tokens)))
+        accepted.update(round_.draft.sources[: round_.accepted])
+        accepted_at.update(range(round_.accepted))
     if remarks.speculation_off_reason is None and not drafted and decoded:
         remarks.speculation_off_reason = "no proposal was expected to pay"
     return GenerationStats(
-        new_tokens=sum(len(step.tokens) for step in steps),
-        decode_tokens=sum(len(step.tokens) for step in decoded),
-        rounds=len(steps),
+        new_tokens=sum(len(round_.tokens) for round_ in rounds),
+        decode_tokens=sum(len(round_.tokens) for round_ in decoded),
+        rounds=len(rounds),
         drafted=drafted.total(),
         accepted=accepted.total(),
         by_source={name: SourceStats(count, accepted[name]) for name, count in drafted.items()},
         drafted_by_position=tuple(drafted_at[at] for at in range(len(drafted_at))),
         accepted_by_position=tuple(accepted_at[at] for at in range(len(drafted_at))),
-        target_s=sum(step.target_s for step in decoded),
-        drafter_s=sum(step.drafter_s for step in steps),
+        target_s=sum(round_.target_s for round_ in decoded),
+        drafter_s=sum(round_.drafter_s for round_ in rounds),
         **asdict(remarks),
     )

@@ -87,7 +87,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Round:
     """One round of decoding.
 
     Attributes:
@@ -183,8 +183,8 @@ class Drafter(Protocol):
             learned from what is accepted.
         """
 
-    def observe(self, step: Step) -> None:
-        """A round has ended: it committed ``step.tokens``, the first ``step.accepted`` as proposed."""
+    def observe(self, round_: Round) -> None:
+        """A round has ended: it committed ``round_.tokens``, the first ``round_.accepted`` as proposed."""
         return
 
     def close(self) -> None:

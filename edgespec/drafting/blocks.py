@@ -6,7 +6,7 @@ reads the new ones, and a block of the last token and masks, which does not stay
 
 from collections.abc import Sequence
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Round
 from edgespec.drafting.heads import Unread
 from edgespec.drafting.model import SOURCE, TYPICAL, Calibration, Guess, draft_of
 from edgespec.drafting.pricing import Prices
@@ -86,11 +86,11 @@ class BlockDrafter(Source):
         self._guesses = guesses[: len(draft.tokens)]
         return draft
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         """Compare the proposals with the committed tokens."""
-        if step.features is not None:
-            self._unread.add(step.features, len(step.tokens))
-        self._calibration.judge(self._guesses, step.judged)
+        if round_.features is not None:
+            self._unread.add(round_.features, len(round_.tokens))
+        self._calibration.judge(self._guesses, round_.judged)
         self._guesses = []
 
     def _length(self, known: int, most: int) -> int:

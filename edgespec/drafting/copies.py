@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Final, NamedTuple, Protocol
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Round
 from edgespec.drafting.rates import Rate
 from edgespec.drafting.source import Extending
 
@@ -75,7 +75,7 @@ class Finder(ABC):
         """Learn whether a proposal was right."""
         self._rates.setdefault(proposal.kind, Rate(memory=_MEMORY)).add(right)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         """A round has ended, and its proposals are judged."""
         return
 
@@ -112,14 +112,14 @@ class CopyDrafter(Extending):
         extended = (self._draft(finder, tokens, draft, limit) for finder in self._finders)
         return max(draft, *extended, key=_expected) if self._finders else draft
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         """Judge the considered proposals, whichever source drafted."""
         considered, self._considered = self._considered, []
         for finder in self._finders:
             judged = set[int]()
             for owner, head, proposals in considered:
-                came = step.judged[len(head) :]
-                if owner is not finder or step.judged[: len(head)] != head:
+                came = round_.judged[len(head) :]
+                if owner is not finder or round_.judged[: len(head)] != head:
                     continue
                 for place, (proposal, token) in enumerate(zip(proposals, came, strict=False), len(head)):
                     if place not in judged:
@@ -127,7 +127,7 @@ class CopyDrafter(Extending):
                         finder.judge(proposal, proposal.token == token)
                     if proposal.token != token:
                         break  # what follows a rejected token was never judged
-            finder.observe(step)
+            finder.observe(round_)
 
     def close(self) -> None:
         for finder in self._finders:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, cast
 
-from edgespec.decoding.draft import Draft, Drafter, Step
+from edgespec.decoding.draft import Draft, Drafter, Round
 from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Prices
 from edgespec.drafting.source import Source
@@ -39,11 +39,11 @@ class Custom(Source):
         expected = tuple(self._calibration.probability(guess) for guess in self._proposed)
         return Draft(ids, (self.name,) * len(ids), expected)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         """Judge all proposals, even if they were not verified."""
-        self._calibration.judge(self._proposed, step.judged)
+        self._calibration.judge(self._proposed, round_.judged)
         self._proposed = []
-        self._drafter.observe(step)
+        self._drafter.observe(round_)
 
     def close(self) -> None:
         self._drafter.close()

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.decoding.draft import Draft, Passed, Step
+from edgespec.decoding.draft import Draft, Passed, Round
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Prices
 from edgespec.drafting.rates import Rate
@@ -144,11 +144,11 @@ class ModelDrafter(Source):
         rows = self._reader.take(predictions, passed)
         return None if self._reads else self._go_on(rows)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         """Compare the proposals with the committed tokens."""
-        if step.features is not None:
-            self._reader.add_features(step.features, len(step.tokens))
-        self.calibration.judge(self._guesses, step.judged)
+        if round_.features is not None:
+            self._reader.add_features(round_.features, len(round_.tokens))
+        self.calibration.judge(self._guesses, round_.judged)
         self._guesses = []
 
     def pays(self, survival: float, rows: int, seconds: float) -> bool:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Remarks, Step
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Remarks, Round
 from edgespec.decoding.grammar import Constraint
 from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.pricing import Guard, Prices, Pricing
@@ -111,27 +111,27 @@ class Policy:
             self._leave_out(self._model, error)
         return self._go_on(NO_DRAFT, 0.0)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         """Learn from a round that has ended, and tell all sources."""
-        passed = step.target_pass
+        passed = round_.target_pass
         choice, self._choice = self._choice, _Choice(self._pricing.at())
         prices = self._pricing.at(passed.load)
-        step = replace(step, forced=len(choice.forced.tokens))
+        round_ = replace(round_, forced=len(choice.forced.tokens))
         # How much a piece of another request's prompt adds to a pass is not known well.
         if self._written and not passed.reads:
             rests = self._drafts and not self._guard.allows
             self._judge_model(choice, prices)
             self._pricing.observe_pass(
-                passed.rows, passed.seconds, passed.experts, step.draft.first, passed.load
+                passed.rows, passed.seconds, passed.experts, round_.draft.first, passed.load
             )
-            self._judge_round(choice, step, self._pricing.at(passed.load))
+            self._judge_round(choice, round_, self._pricing.at(passed.load))
             if rests:
                 self._guard.rest()
-        self._longest = max(_FIRST_LENGTH, 2 * step.accepted)
-        self._written += len(step.tokens)
+        self._longest = max(_FIRST_LENGTH, 2 * round_.accepted)
+        self._written += len(round_.tokens)
         for observer in [*self._observers]:
             with self._optional(observer):
-                observer.observe(step)
+                observer.observe(round_)
 
     def close(self) -> None:
         """Close all sources, the model first, even if one fails."""
@@ -231,18 +231,18 @@ class Policy:
             self._model_surplus += _SMOOTHING * (gain - self._model_surplus)
         self._has_read |= choice.promised is not None
 
-    def _judge_round(self, choice: _Choice, step: Step, prices: Prices) -> None:
+    def _judge_round(self, choice: _Choice, round_: Round, prices: Prices) -> None:
         """Learn from a round's gain whether drafting is worth its time; this prices later rounds."""
         # A source that is asked costs time whether it proposes or not. Once a request that is the
         # reading of the prompt, which says nothing about the rounds to come.
-        drafted = len(step.draft.tokens) > step.forced or step.drafter_s > _NOTICEABLE * step.target_s
+        drafted = len(round_.draft.tokens) > round_.forced or round_.drafter_s > _NOTICEABLE * round_.target_s
         drafted &= self._drafts
-        reads_prompt = drafted and not self._has_asked and step.drafter_s > step.target_s
+        reads_prompt = drafted and not self._has_asked and round_.drafter_s > round_.target_s
         self._has_asked |= drafted
         if reads_prompt or choice.reads:
             return
-        self._pricing.observe_round(len(step.tokens), step.seconds, prices.load)
+        self._pricing.observe_round(len(round_.tokens), round_.seconds, prices.load)
         if drafted:  # forced tokens would come without the sources too
-            forced = min(step.forced, len(step.tokens) - 1)
-            own_s = step.seconds - prices.rows_seconds(forced)
-            self._guard.observe(len(step.tokens) - forced, own_s, prices.load)
+            forced = min(round_.forced, len(round_.tokens) - 1)
+            own_s = round_.seconds - prices.rows_seconds(forced)
+            self._guard.observe(len(round_.tokens) - forced, own_s, prices.load)

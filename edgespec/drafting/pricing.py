@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Final, Literal
 
-from edgespec.decoding.draft import ALONE, Load, Step
+from edgespec.decoding.draft import ALONE, Load, Round
 from edgespec_runtimes.cost import CostCurve
 
 STAKE: Final = 5.0
@@ -324,17 +324,17 @@ class Guard:
             self._tokens = self._seconds = 0.0
         return finding
 
-    def observe_source(self, source: str, step: Step) -> Finding | None:
+    def observe_source(self, source: str, round_: Round) -> Finding | None:
         """Learn from the proposals of one source in a round. Pauses are counted in rounds too.
 
         Their gain is the number of accepted tokens. Their cost is the time that their rows add to the pass.
         """
         if not self.allows:
             self.rest()
-        places = [place for place, name in enumerate(step.draft.sources) if name == source]
+        places = [place for place, name in enumerate(round_.draft.sources) if name == source]
         if not places:
             return None
-        behind = len(step.draft.tokens) - len(places)
-        load = step.target_pass.load
+        behind = len(round_.draft.tokens) - len(places)
+        load = round_.target_pass.load
         seconds = self._pricing.at(load).rows_seconds(len(places), behind, source)
-        return self.observe(sum(place < step.accepted for place in places), max(0.0, seconds), load)
+        return self.observe(sum(place < round_.accepted for place in places), max(0.0, seconds), load)

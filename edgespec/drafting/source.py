@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Round
 from edgespec.drafting.pricing import Prices
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
@@ -16,7 +16,7 @@ prompt, and the next round continues it."""
 class Observer(Protocol):
     """Learns from the rounds of one request."""
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         """A round has ended."""
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, cast
 
-from edgespec.decoding.draft import Remarks, Step
+from edgespec.decoding.draft import Remarks, Round
 from edgespec.drafting.copies import Finder, Proposal
 from edgespec.drafting.pricing import Guard
 from edgespec.history.memory import Match, Memory
@@ -71,11 +71,11 @@ class HistoryFinder(Finder):
     def judge(self, proposal: Proposal, right: bool) -> None:
         self._memory.judge(cast(Match, proposal), right)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         if self._guard is not None:
-            self._watch(step, self._guard)
-        self._memory.learn(self._cutter.push(step.tokens))
-        self._answer += step.tokens
+            self._watch(round_, self._guard)
+        self._memory.learn(self._cutter.push(round_.tokens))
+        self._answer += round_.tokens
 
     def close(self) -> None:
         """Learn the end of the answer, and index it now rather than before the next request."""
@@ -87,9 +87,9 @@ class HistoryFinder(Finder):
             self._memory.keep(Turn(prompt, text_of(self._answer[: len(self._answer) - ended]), ended))
         self._remarks.history_problem = self._problem()
 
-    def _watch(self, step: Step, guard: Guard) -> None:
+    def _watch(self, round_: Round, guard: Guard) -> None:
         """Watch whether proposals are worth their rows."""
-        finding = guard.observe_source(self.source, step)
+        finding = guard.observe_source(self.source, round_)
         if finding == "proved":
             self._memory.trust()
         elif finding == "failed":

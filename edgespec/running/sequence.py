@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from edgespec.answering.answer import Answer, TopLogprobs
 from edgespec.answering.results import FinishReason, Record
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Progress, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Progress, Round
 from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
@@ -173,7 +173,7 @@ class Sequence:
             return self.tokens[start:end]
         return self._pictures.tokens[start:end] + self.tokens[max(start, len(self._pictures.tokens)) : end]
 
-    def take(self, predictions: Predictions, passed: Passed) -> Step | None:
+    def take(self, predictions: Predictions, passed: Passed) -> Round | None:
         """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted."""
         features = self._features = joined(self._features, predictions.hidden)
         if self.ticket.request.prompt_logprobs:
@@ -195,11 +195,11 @@ class Sequence:
             self.reason = "stop" if is_stopped else "length"
         seconds = self._drafter_s + passed.share_s + self.answer.clock() - began
         times = self._drafter_s, passed.share_s, seconds
-        step = Step(new, draft, min(accepted, len(new)), *times, *scores, passed)
+        round_ = Round(new, draft, min(accepted, len(new)), *times, *scores, passed)
         if features is not None:  # only the policy keeps features
             features = features[: len(features) - len(draft.tokens) + accepted]
-        self._policy.observe(step if features is None else replace(step, features=features))
-        return step
+        self._policy.observe(round_ if features is None else replace(round_, features=features))
+        return round_
 
     def _scored(self, predictions: Predictions) -> Predictions:
         """Score the prompt's next tokens, and return the rows that did not score any."""
@@ -226,17 +226,17 @@ class Sequence:
 
     def advance(self, predictions: Predictions, passed: Passed) -> None:
         """Put the records of a pass onto the ticket, and end the request if it is complete."""
-        step, session = self.take(predictions, passed), self.session
+        round_, session = self.take(predictions, passed), self.session
         if self._progress is not None:
             seconds = self.answer.clock() - self.answer.started
             self._progress = replace(self._progress, read=session.length, seconds=seconds)
             self.ticket.put(Record("", (), progress=self._progress))
         is_over = self.reason is not None and self.unread <= 0
-        if not self.answer.rounds and (step or is_over or session.length in self._checkpoints):
+        if not self.answer.rounds and (round_ or is_over or session.length in self._checkpoints):
             self._seat.caches.checkpoint(session)
-        if step is not None:
+        if round_ is not None:
             self._progress = None
-            self.ticket.put(self.answer.push(step, self.reason))
+            self.ticket.put(self.answer.push(round_, self.reason))
             if self.answer.reason is not None:
                 self.ticket.finish()
         elif is_over:

@@ -13,7 +13,7 @@ from edgespec import Choice, JsonSchema
 from edgespec.answering.answer_reading import AnswerReader
 from edgespec.answering.attribution import Attribution
 from edgespec.answering.results import FinishReason, Record, TokenRecord
-from edgespec.decoding.draft import NO_DRAFT, Step
+from edgespec.decoding.draft import NO_DRAFT, Round
 from edgespec.decoding.grammar import Constraint, Grammars, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.copies import CopyDrafter
@@ -233,7 +233,7 @@ def write(
     seed: int = 0,
     params: SamplingParams = GREEDY,
     source_of: Callable[[Constraint], Source | Policy] = lambda constraint: Silent(),
-) -> tuple[list[int], list[Step]]:
+) -> tuple[list[int], list[Round]]:
     tokenizer = TOKENIZERS[kind]()
     grammar = None if wanted is None else grammars(kind).constraint(wanted)
     constraint = ThoughtsFirst(place, tokenizer, ends(kind), budget=budget, grammar=grammar)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Draft, Step
+from edgespec.decoding.draft import Draft, Round
 from edgespec.decoding.sampling import SamplingParams, Suppressed
 from edgespec.running.verifier import Verifier
 from edgespec_export.sources.gguf_tokenizer import special_tokens
@@ -69,19 +69,19 @@ def test_no_bias_and_no_draw_brings_them_back() -> None:
 def test_drafts_never_hold_them_and_change_nothing(params: SamplingParams) -> None:
     excluded: dict[str, Any] = {"suppressed": (3,), "bad_words": ((1, 2),)}
 
-    def answer(drafter: Deaf) -> tuple[list[int], list[Step]]:
+    def answer(drafter: Deaf) -> tuple[list[int], list[Round]]:
         tokens = list(PROMPT)
         target = ToySession.markov(0, 6, scale=1.0)
-        steps = list(
+        rounds = list(
             decode(target, drafter, verifier(params, **excluded), tokens, max_new_tokens=60, max_draft=4)
         )
-        return tokens, steps
+        return tokens, rounds
 
     plain, _ = answer(Deaf())
-    tokens, steps = answer(RandomDrafter(0, 6))
+    tokens, rounds = answer(RandomDrafter(0, 6))
     assert tokens == plain and 3 not in tokens and (1, 2) not in pairwise(tokens)
-    assert any(step.draft.tokens for step in steps)
-    assert all(3 not in step.draft.tokens for step in steps)
+    assert any(round_.draft.tokens for round_ in rounds)
+    assert all(3 not in round_.draft.tokens for round_ in rounds)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Round
 from edgespec.decoding.grammar import Allowed, Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
 from edgespec.decoding.sampling import Row, SamplingParams
 from edgespec.drafting.bridge import ByteBridge
@@ -58,7 +58,7 @@ def write(
     kind: str = "byte",
     seed: int = 0,
     params: SamplingParams = GREEDY,
-) -> tuple[list[int], list[Step]]:
+) -> tuple[list[int], list[Round]]:
     """What a random target writes under a format: its answer, and the rounds."""
     constraint = grammars(kind).constraint(wanted)
     target = ToySession(markov(seed, tokenizer(kind).vocab_size), tokenizer(kind).vocab_size)
@@ -119,11 +119,11 @@ def test_output_is_plain_constrained_decodings(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forced_tokens_are_drafts_that_are_always_accepted(kind: str) -> None:
-    expected, rounds = write(SPEED, kind=kind)
-    answer, steps = write(SPEED, drafters(kind, 0)["forced"], kind=kind)
-    assert answer == expected and len(steps) < len(rounds) / 2
-    assert all(step.accepted == len(step.draft.tokens) for step in steps)
-    assert {source for step in steps for source in step.draft.sources} == {"grammar"}
+    expected, plain = write(SPEED, kind=kind)
+    answer, rounds = write(SPEED, drafters(kind, 0)["forced"], kind=kind)
+    assert answer == expected and len(rounds) < len(plain) / 2
+    assert all(round_.accepted == len(round_.draft.tokens) for round_ in rounds)
+    assert {source for round_ in rounds for source in round_.draft.sources} == {"grammar"}
 
 
 def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows() -> None:
@@ -146,9 +146,9 @@ def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows(
 def test_the_token_that_completes_the_text_is_not_proposed() -> None:
     """Neither forced, nor from a source; the pass gives it without."""
     wanted = Choice(["the output stays the same"])
-    answer, steps = write(wanted, drafters("byte", 0)["forced"])
+    answer, rounds = write(wanted, drafters("byte", 0)["forced"])
     assert text_of(answer) == wanted.texts[0] and answer[-1] not in ends("byte")
-    assert [*steps[-1].draft.tokens] == answer[-1 - len(steps[-1].draft.tokens) : -1]
+    assert [*rounds[-1].draft.tokens] == answer[-1 - len(rounds[-1].draft.tokens) : -1]
 
 
 def test_the_grammar_follows_what_is_taken_back() -> None:
@@ -188,9 +188,9 @@ def test_sources_are_judged_by_what_came_where_they_were_asked() -> None:
             asked[:] = tokens
             return NO_DRAFT
 
-        def observe(self, step: Step) -> None:
+        def observe(self, round_: Round) -> None:
             if asked:
-                judged.append((*asked, *step.judged))
+                judged.append((*asked, *round_.judged))
                 asked.clear()
 
     write(SPEED, under(Watching()))
@@ -234,7 +234,7 @@ def _loses(source: _Behind, committed: tuple[int, ...], seconds: float, rounds: 
     policy = policy_of(source, constraint=_TwoForced())
     for _ in range(rounds):
         draft = draft_of(policy, [0], 8)
-        policy.observe(Step(committed, draft, len(committed) - 1, 0.0, 1.0, seconds))
+        policy.observe(Round(committed, draft, len(committed) - 1, 0.0, 1.0, seconds))
     policy.close()
     return policy.remarks.speculation_off_reason is not None
 
@@ -252,5 +252,5 @@ def test_ngrams_learn_from_where_they_were_asked() -> None:
     before = ngrams.propose(text, 4).confidence[0]
     for _ in range(20):
         ngrams.propose(text, 4)
-        ngrams.observe(Step((1, 2, 7, 8, 9, 10), forced=2))
+        ngrams.observe(Round((1, 2, 7, 8, 9, 10), forced=2))
     assert ngrams.propose(text, 4).confidence[0] > before

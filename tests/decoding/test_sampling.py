@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Round
 from edgespec.decoding.sampling import (
     Penalties,
     Row,
@@ -277,18 +277,18 @@ def test_they_are_the_logarithms_of_a_softmax(row: Row, count: int) -> None:
     assert most_likely(logprobs, count) == tuple((token, float(logprobs[token])) for token in ordered)
 
 
-def _decoded(source: Source, params: SamplingParams, top: int | None) -> list[Step]:
+def _decoded(source: Source, params: SamplingParams, top: int | None) -> list[Round]:
     session, ends = ToySession(NEXT, 23), partial(decode, stop={7}, top_logprobs=top)
     return list(ends(session, source, Verifier(params), [1, 2, 3], max_new_tokens=40, max_draft=5))
 
 
-def _told(steps: Sequence[Step]) -> tuple[list[int], list[float], list[object]]:
-    for step in steps:
-        assert len(step.logprobs) == len(step.top_logprobs) == len(step.tokens)
+def _told(rounds: Sequence[Round]) -> tuple[list[int], list[float], list[object]]:
+    for round_ in rounds:
+        assert len(round_.logprobs) == len(round_.top_logprobs) == len(round_.tokens)
     return (
-        [token for step in steps for token in step.tokens],
-        [logprob for step in steps for logprob in step.logprobs],
-        [logprob for step in steps for logprob in step.top_logprobs],
+        [token for round_ in rounds for token in round_.tokens],
+        [logprob for round_ in rounds for logprob in round_.logprobs],
+        [logprob for round_ in rounds for logprob in round_.top_logprobs],
     )
 
 
@@ -304,9 +304,9 @@ CHANGED = [
 def test_they_are_the_targets_own_with_and_without_drafts(params: SamplingParams, seed: int) -> None:
     """Whatever the request changes in the rows, and however the token was chosen."""
     plain = _told(_decoded(Silent(), params, 3))
-    steps = _decoded(RandomDrafter(seed, 23, NEXT), params, 3)
-    assert _told(steps) == plain
-    assert any(step.accepted for step in steps)
+    rounds = _decoded(RandomDrafter(seed, 23, NEXT), params, 3)
+    assert _told(rounds) == plain
+    assert any(round_.accepted for round_ in rounds)
     text = [1, 2, 3]
     for token, logprob, top in zip(*plain, strict=True):
         expected = log_probabilities(NEXT(text))
@@ -316,6 +316,6 @@ def test_they_are_the_targets_own_with_and_without_drafts(params: SamplingParams
 
 
 def test_nothing_is_told_unasked() -> None:
-    assert not any(step.logprobs or step.top_logprobs for step in _decoded(Silent(), CHANGED[0], None))
-    steps = _decoded(Silent(), CHANGED[0], 0)
-    assert all(len(step.logprobs) == 1 and step.top_logprobs == ((),) for step in steps)
+    assert not any(round_.logprobs or round_.top_logprobs for round_ in _decoded(Silent(), CHANGED[0], None))
+    rounds = _decoded(Silent(), CHANGED[0], 0)
+    assert all(len(round_.logprobs) == 1 and round_.top_logprobs == ((),) for round_ in rounds)

@@ -11,7 +11,7 @@ import pytest
 
 import edgespec
 from edgespec import RequestOptions
-from edgespec.decoding.draft import Draft, Passed, Step
+from edgespec.decoding.draft import Draft, Passed, Round
 from edgespec.drafting.blocks import BlockDrafter
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.pricing import Pricing
@@ -146,7 +146,7 @@ def agreed(target: Bundle, head: Bundle, reference: Reference) -> int:
         session.reserve(session.model.longest)
         whole = streams_of(streams, text)
         drafter = drafter_of(session, 7)
-        drafter.observe(Step((text[7],), features=whole[:7]))
+        drafter.observe(Round((text[7],), features=whole[:7]))
         for length in range(8, 30):
             forced, limit = length % 5 // 4, length % 3 + 2
             guesses = drafted(drafter, text[: length + forced], limit).tokens
@@ -156,7 +156,7 @@ def agreed(target: Bundle, head: Bundle, reference: Reference) -> int:
                     break
                 assert guess == token
                 compared += 1
-            drafter.observe(Step((text[length],), features=whole[length - 1 : length]))
+            drafter.observe(Round((text[length],), features=whole[length - 1 : length]))
     return compared
 
 

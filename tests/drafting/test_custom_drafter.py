@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import Draft, Step
+from edgespec import Draft, Round
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.custom import Custom
 from edgespec.running.verifier import Verifier
@@ -38,8 +38,8 @@ class Anything(edgespec.Drafter):
         self.asked += 1
         return self.proposals[self.asked % len(self.proposals)]
 
-    def observe(self, step: Step) -> None:
-        self.told.append(step)
+    def observe(self, round_: Round) -> None:
+        self.told.append(round_)
 
     def close(self) -> None:
         self.told.append("closed")
@@ -56,9 +56,9 @@ drafts = st.builds(
 def test_no_proposal_changes_a_text(given: list[Any], sampled: bool) -> None:
     params, tokens = SamplingParams(temperature=1.0 * sampled, seed=3), PROMPT.copy()
     session, source = ToySession(NEXT, VOCAB), Custom(Anything(given), VOCAB)
-    for step in decode(session, source, Verifier(params), tokens, max_new_tokens=20, max_draft=4):
-        assert len(step.draft.tokens) <= 4
-        assert len(step.draft.confidence) == len(step.draft.sources) == len(step.draft.tokens)
+    for round_ in decode(session, source, Verifier(params), tokens, max_new_tokens=20, max_draft=4):
+        assert len(round_.draft.tokens) <= 4
+        assert len(round_.draft.confidence) == len(round_.draft.sources) == len(round_.draft.tokens)
     assert tokens == plain(NEXT, 20, params, PROMPT)
 
 
@@ -88,15 +88,15 @@ def test_confidence_is_learned_from_what_is_accepted_and_the_drafter_told() -> N
     first = draft_of(source, PROMPT, 8).confidence
     for _ in range(30):
         draft_of(source, PROMPT, 8)
-        source.observe(Step((1, 3), accepted=1))
+        source.observe(Round((1, 3), accepted=1))
     last = draft_of(source, PROMPT, 8).confidence
     assert first[0] == first[1] and last[0] == last[1]
     assert last[0] < first[0]
     for _ in range(90):
         draft_of(source, PROMPT, 8)
-        source.observe(Step((1, 2, 3), accepted=2))
+        source.observe(Round((1, 2, 3), accepted=2))
     assert draft_of(source, PROMPT, 8).confidence[0] > 0.9
-    assert own.told == [Step((1, 3), accepted=1)] * 30 + [Step((1, 2, 3), accepted=2)] * 90
+    assert own.told == [Round((1, 3), accepted=1)] * 30 + [Round((1, 2, 3), accepted=2)] * 90
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_model_drafts_with_it_from_load_or_for_a_request(bundle: Path) -> None
         assert model.drafter_name is None
         drafted = model.generate("def add", max_new_tokens=20, drafter=own)
         assert drafted.tokens == text and drafted.stats.drafted > 0
-        assert own.told[-1] == "closed" and isinstance(own.told[0], Step)
+        assert own.told[-1] == "closed" and isinstance(own.told[0], Round)
         assert model.generate("def add", max_new_tokens=20, drafter=own, speculate=False).stats.drafted == 0
     own = Anything([list(text)])
     with edgespec.load(bundle, own, options=LOAD) as model:

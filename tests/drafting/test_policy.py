@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edgespec.asking.request import Request
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Round
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec_runtimes.cost import CostCurve
@@ -64,7 +64,7 @@ class _Rounds:
         started = clock.now
         draft = draft_of(self.policy, tokens, limit, prices=self.prices)
         taken, pass_s = clock.now - started, self._curve.seconds(1 + len(draft.tokens))
-        self.policy.observe(Step((99,), draft, 0, drafter_s=taken, target_s=pass_s))
+        self.policy.observe(Round((99,), draft, 0, drafter_s=taken, target_s=pass_s))
         return draft
 
 
@@ -101,10 +101,10 @@ class TestGuard:
         guard = Guard(Pricing(CostCurve({1: 1.0, 8: 8.0})))
         draft = Draft((1, 2, 3, 4), ("model", "model", "history", "history"), (0.5,) * 4)
         for _ in range(100):
-            guard.observe_source("history", Step((1, 2, 3, 4, 5), draft, accepted=4))
+            guard.observe_source("history", Round((1, 2, 3, 4, 5), draft, accepted=4))
         assert guard.allows
         for _ in range(6):
-            guard.observe_source("history", Step((1, 2, 3, 9), draft, accepted=3))
+            guard.observe_source("history", Round((1, 2, 3, 9), draft, accepted=3))
         assert not guard.allows
 
     def test_a_reason_is_of_the_losing_rounds_alone(self) -> None:
@@ -124,17 +124,17 @@ class TestGuard:
         behind = Draft((1, 2, 3, 4), ("model", "model", "history", "history"), (0.5,) * 4)
         ahead = Draft((1, 2), ("history", "history"), (0.5,) * 2)
         for _ in range(50):
-            guard.observe_source("history", Step((9,), ahead, accepted=0))
+            guard.observe_source("history", Round((9,), ahead, accepted=0))
         assert guard.allows
         for _ in range(2):
-            guard.observe_source("history", Step((1, 2, 9), behind, accepted=2))
+            guard.observe_source("history", Round((1, 2, 9), behind, accepted=2))
         assert guard.allows
-        guard.observe_source("history", Step((1, 2, 9), behind, accepted=2))
+        guard.observe_source("history", Round((1, 2, 9), behind, accepted=2))
         assert not guard.allows
         for _ in range(15):
-            guard.observe_source("history", Step((9,), Draft((1,), ("model",), (0.5,)), accepted=0))
+            guard.observe_source("history", Round((9,), Draft((1,), ("model",), (0.5,)), accepted=0))
         assert not guard.allows
-        guard.observe_source("history", Step((9,), Draft((1,), ("model",), (0.5,)), accepted=0))
+        guard.observe_source("history", Round((9,), Draft((1,), ("model",), (0.5,)), accepted=0))
         assert guard.allows
 
 
@@ -271,7 +271,7 @@ class TestPolicy:
         model.seconds = 500.0
         draft = draft_of(chosen.policy, [1], 8, prices=chosen.prices)
         reads = Passed(70, 2.0, 1.0, requests=2, reads=True)  # a piece of another request's prompt
-        chosen.policy.observe(Step((99,), draft, 0, drafter_s=500.0, target_s=1.0, passed=reads))
+        chosen.policy.observe(Round((99,), draft, 0, drafter_s=500.0, target_s=1.0, passed=reads))
         _lose(chosen.guard)  # in another request
         while not chosen.guard.allows:
             chosen.propose(clock, [1], 8)
@@ -285,7 +285,7 @@ class TestPolicy:
             draft = draft_of(rounds.policy, [1], 32, prices=rounds.prices)
             lengths.append(len(draft.tokens))
             tokens = (*draft.tokens[:accepted], 99)
-            rounds.policy.observe(Step(tokens, draft, accepted, target_s=1.0))
+            rounds.policy.observe(Round(tokens, draft, accepted, target_s=1.0))
         assert lengths == [8, 8, 16, 32, 32, 8]
 
     def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: Clock) -> None:
@@ -317,7 +317,7 @@ class _Failing(_Source):
         self._may_fail("extend")
         return super().extend(tokens, draft, limit)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         self._may_fail("observe")
 
     def close(self) -> None:
@@ -394,10 +394,10 @@ def test_without_sources_nothing_is_drafted_passes_are_priced_and_pauses_stay() 
     guard = Guard(pricing)
     _lose(guard)
     policy = Policy(pricing=pricing, guard=guard)
-    policy.observe(Step((1,), target_s=50.0, seconds=50.0))
+    policy.observe(Round((1,), target_s=50.0, seconds=50.0))
     assert pricing.at().pass_seconds(1) == 1.0  # the first round is not priced
     for _ in range(200):
         assert draft_of(policy, [1, 2, 3], 8) is NO_DRAFT
-        policy.observe(Step((1,), target_s=2.0, seconds=2.0))
+        policy.observe(Round((1,), target_s=2.0, seconds=2.0))
     assert pricing.at().pass_seconds(1) == pytest.approx(2.0, rel=0.02)
     assert _paused(guard) == 16

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, RequestOptions
-from edgespec.decoding.draft import Draft, Step
+from edgespec.decoding.draft import Draft, Round
 from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.prediction import PredictedText, PredictionFinder
 from edgespec_models.errors import RequestError
@@ -93,9 +93,9 @@ def test_wrong_proposals_are_soon_trusted_less() -> None:
     lengths = []
     for wrong in range(30):
         lengths.append(len(drafter.propose([*PROMPT, *[9, 5] * wrong], 8).tokens))
-        drafter.observe(Step((9,)))
+        drafter.observe(Round((9,)))
         drafter.propose([*PROMPT, *[9, 5] * wrong, 9], 8)
-        drafter.observe(Step((5,)))
+        drafter.observe(Round((5,)))
     assert lengths[-1] < lengths[1]
 
 

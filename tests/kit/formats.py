@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import Step
+from edgespec.decoding.draft import Round
 from edgespec.decoding.grammar import AnyJson, Choice, Constraint, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.policy import Policy
@@ -95,16 +95,16 @@ def written(
     constraint: Constraint,
     params: SamplingParams,
     stop: Sequence[int],
-) -> tuple[list[int], list[Step]]:
+) -> tuple[list[int], list[Round]]:
     """What ``target`` writes behind the prompt under a constraint: its answer, and the rounds."""
-    tokens, steps, verify = [*PROMPT], list[Step](), Verifier(params, [constraint])
-    for step in decode(target, source, verify, tokens, max_new_tokens=NEW, max_draft=6, stop=stop):
-        steps.append(step)
+    tokens, rounds, verify = [*PROMPT], list[Round](), Verifier(params, [constraint])
+    for round_ in decode(target, source, verify, tokens, max_new_tokens=NEW, max_draft=6, stop=stop):
+        rounds.append(round_)
         if constraint.ends(tokens):
             break
     source.close()
     assert target.cache == tokens[:-1]
-    return tokens[len(PROMPT) :], steps
+    return tokens[len(PROMPT) :], rounds
 
 
 def accepts(wanted: ResponseFormat, text: str) -> bool:

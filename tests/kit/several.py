@@ -91,7 +91,7 @@ class Own(Drafter):
             drafted.append(int(self.law([*tokens, *drafted]).argmax()))
         return drafted
 
-    def observe(self, step: object) -> None:
+    def observe(self, round_: object) -> None:
         self.rounds += 1
         self._may_raise("observe")
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from edgespec.answering.answer import Answer
 from edgespec.asking.request import Prompt, Request
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Step
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Round
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.source import Extending, Source, Wanted
@@ -282,7 +282,7 @@ def decode(
     clock: Clock = perf_counter,
     prices: Prices = PRICES,
     **options: Any,
-) -> Iterator[Step]:
+) -> Iterator[Round]:
     """All rounds of one request that has the target for itself."""
     one = loop_of(target, in_loop(source), verify, tokens, clock=clock, **options)
     while one.reason is None:
@@ -290,9 +290,9 @@ def decode(
         rows, began = one.rows(target.model.piece, len(one.draft.tokens)), clock()
         (outputs,) = target.model.predict_together([rows])
         passed = clock() - began
-        step = one.take(outputs, Passed(len(rows.tokens), passed, passed))
-        if step is not None:
-            yield step
+        round_ = one.take(outputs, Passed(len(rows.tokens), passed, passed))
+        if round_ is not None:
+            yield round_
 
 
 def loop_of(
@@ -349,8 +349,8 @@ class Single:
     def take(self, predictions: Predictions, passed: Passed) -> Rows | Draft:
         return cast(Source, self.source).take(predictions, passed) or NO_DRAFT
 
-    def observe(self, step: Step) -> None:
-        self.source.observe(step)
+    def observe(self, round_: Round) -> None:
+        self.source.observe(round_)
 
     def close(self) -> None:
         self.source.close()
@@ -368,7 +368,7 @@ class Deaf(Source):
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
         return draft
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         pass
 
     def close(self) -> None:
@@ -379,9 +379,9 @@ class Silent(Deaf):
     """Proposes nothing."""
 
 
-def round_of(*tokens: int, draft: Draft = NO_DRAFT, accepted: int = 0) -> Step:
+def round_of(*tokens: int, draft: Draft = NO_DRAFT, accepted: int = 0) -> Round:
     """A round that took no time."""
-    return Step(tokens, draft, accepted)
+    return Round(tokens, draft, accepted)
 
 
 class RandomDrafter(Deaf):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Passed, Step
+from edgespec.decoding.draft import NO_DRAFT, Passed, Round
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.copies import CopyDrafter
@@ -113,7 +113,7 @@ class _Watched(Source):
     """A source that is asked for no more than may come, and told of every round."""
 
     def __init__(self, inner: Source | Extending | Policy, first: int, end: int, max_draft: int) -> None:
-        self.inner, self.told = in_loop(inner), list[Step]()
+        self.inner, self.told = in_loop(inner), list[Round]()
         self._first, self._end, self._max_draft = first, end, max_draft
 
     def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Wanted:
@@ -124,9 +124,9 @@ class _Watched(Source):
     def take(self, predictions: Predictions, passed: Passed) -> Wanted:
         return self.inner.take(predictions, passed)
 
-    def observe(self, step: Step) -> None:
-        self.told.append(step)
-        self.inner.observe(step)
+    def observe(self, round_: Round) -> None:
+        self.told.append(round_)
+        self.inner.observe(round_)
 
     def close(self) -> None:
         raise AssertionError("the loop closes nothing")
@@ -146,23 +146,23 @@ def _run(
     tokens, end = list(prompt), len(prompt) + count
     source = _Watched(drafter or policy_of(), len(prompt), end, max_draft)
     verify = verify or Verifier(GREEDY)
-    steps = decode(target, source, verify, tokens, max_new_tokens=count, max_draft=max_draft, stop=stop)
-    seen, before = list[Step](), len(prompt)
-    for step in steps:
-        seen.append(step)
+    rounds = decode(target, source, verify, tokens, max_new_tokens=count, max_draft=max_draft, stop=stop)
+    seen, before = list[Round](), len(prompt)
+    for round_ in rounds:
+        seen.append(round_)
         assert source.told == seen
         assert target.length == len(tokens) - 1
         assert (target.cache if isinstance(target, ToySession) else target.stretch.tokens) == tokens[:-1]
-        assert tokens[before:] == list(step.tokens)
-        assert step.accepted in (len(step.tokens), len(step.tokens) - 1)
-        assert step.accepted <= len(step.draft.tokens) <= max_draft
-        assert len(step.draft.confidence) == len(step.draft.sources) == len(step.draft.tokens)
-        assert step.draft.tokens[: step.accepted] == step.tokens[: step.accepted]
-        assert step.drafter_s >= 0 and step.target_s >= 0
-        assert step.seconds >= step.drafter_s + step.target_s
-        assert len(tokens) <= end and not {*step.draft.tokens[:-1]} & {*stop}
+        assert tokens[before:] == list(round_.tokens)
+        assert round_.accepted in (len(round_.tokens), len(round_.tokens) - 1)
+        assert round_.accepted <= len(round_.draft.tokens) <= max_draft
+        assert len(round_.draft.confidence) == len(round_.draft.sources) == len(round_.draft.tokens)
+        assert round_.draft.tokens[: round_.accepted] == round_.tokens[: round_.accepted]
+        assert round_.drafter_s >= 0 and round_.target_s >= 0
+        assert round_.seconds >= round_.drafter_s + round_.target_s
+        assert len(tokens) <= end and not {*round_.draft.tokens[:-1]} & {*stop}
         before = len(tokens)
-    return tokens, sum(step.accepted for step in seen)
+    return tokens, sum(round_.accepted for round_ in seen)
 
 
 SAMPLED = (
@@ -241,8 +241,8 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
         rows = decoding.rows(8, 0)
         left.append(decoding.unread)
         (said,) = target.model.predict_together([rows])
-        step = decoding.take(said, Passed(1, 0.0, 0.0))
-        assert (step is None) == (decoding.unread > 0)
+        round_ = decoding.take(said, Passed(1, 0.0, 0.0))
+        assert (round_ is None) == (decoding.unread > 0)
     assert target.passes == [8, 8, 3, 1] and left == [18, 10, 2, 0]
     assert len(tokens) == 26 and target.cache == tokens[:-1]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgespec.asking.request import Request
-from edgespec.decoding.draft import Clock, Step
+from edgespec.decoding.draft import Clock, Round
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.running.stream import Stream
@@ -34,7 +34,7 @@ class _Source(Silent):
     def __post_init__(self) -> None:
         self.log.append(f"{self.name} begins")
 
-    def observe(self, step: Step) -> None:
+    def observe(self, round_: Round) -> None:
         self.observed()
         if self.fails == "observe":
             raise RuntimeError(f"{self.name} fails")
