@@ -1,4 +1,4 @@
-"""Guesses of a drafter's next tokens, so that one pass of the drafter checks several tokens.
+"""Tokens that may follow in a drafter's text, so that one pass of the drafter checks several tokens.
 
 A drafter's pass over four rows takes far less time than four passes over one. So a table, which costs no
 time, drafts for the drafter, and a token on which the drafter agrees needs no pass of its own (cascade
@@ -18,12 +18,12 @@ _ORDERS = range(CONTEXT, 0, -1)
 _MOST = 3
 _KEPT = 32_768  # contexts; as many older ones are kept too
 _MEMORY, _FADING = 50.0, 0.0002
-_USUAL = {4: 0.5, 3: 0.4, 2: 0.3, 1: 0.15}  # share of guesses that spare a pass, by tokens of context
+_USUAL = {4: 0.5, 3: 0.4, 2: 0.3, 1: 0.15}  # share of followers that spare a pass, by tokens of context
 
 
 @dataclass(slots=True)
 class Follower:
-    """A guess: the token, the tokens of context that it rests on (``order``), and the guesses before it."""
+    """A token, the tokens of context that it followed (``order``), and how many followers stand before it."""
 
     token: int
     order: int
@@ -34,8 +34,8 @@ class Follower:
 class Followers:
     """A table of the token that last followed each one to four tokens in a drafter's texts.
 
-    It learns from all texts of a process and keeps nothing on disk. It also learns how often a guess spares a
-    pass, by the length of its context and its place, and makes a guess if that is worth more than its row.
+    It learns from all texts of a process and keeps nothing on disk. It also learns how often a follower spares
+    a pass, by the length of its context and its place, and names one if that is worth more than its row.
     """
 
     curve: CostCurve
@@ -56,23 +56,23 @@ class Followers:
         """Forget all texts."""
         self._latest, self._before = {}, {}
 
-    def guesses(self, text: Sequence[int], rows: int, most: int, requests: int = 1) -> list[Follower]:
-        """Guess the next tokens of ``text``, for a pass that has ``rows`` rows and room for ``most`` more.
+    def behind(self, text: Sequence[int], rows: int, most: int, requests: int = 1) -> list[Follower]:
+        """What follows ``text``, for a pass that has ``rows`` rows and room for ``most`` more.
 
         Each of the ``requests`` that share the pass pays and saves its part of it.
         """
-        guesses: list[Follower] = []
+        found = list[Follower]()
         context = list(text[-CONTEXT:])
-        while len(guesses) < min(most, _MOST) and (guess := self._find(context, len(guesses))) is not None:
-            if not self._pays(guess, rows + len(guesses), requests):
+        while len(found) < min(most, _MOST) and (follower := self._find(context, len(found))) is not None:
+            if not self._pays(follower, rows + len(found), requests):
                 break
-            guesses.append(guess)
-            context.append(guess.token)
-        return guesses
+            found.append(follower)
+            context.append(follower.token)
+        return found
 
-    def fared(self, guess: Follower, spared: bool) -> None:
-        """Learn whether a guess has spared a pass."""
-        self._rate(guess).add(spared)
+    def fared(self, follower: Follower, spared: bool) -> None:
+        """Learn whether one has spared a pass."""
+        self._rate(follower).add(spared)
 
     def _find(self, context: Sequence[int], place: int) -> Follower | None:
         for order in _ORDERS:
@@ -82,18 +82,20 @@ class Followers:
                 return Follower(token, order, place)
         return None
 
-    def _pays(self, guess: Follower, rows: int, requests: int) -> bool:
-        rate = self._rate(guess)
+    def _pays(self, follower: Follower, rows: int, requests: int) -> bool:
+        rate = self._rate(follower)
         first = rows + requests - 1
         row_s = self.curve.seconds(first + 1) - self.curve.seconds(first)
         if rate.share() * self.curve.seconds(requests) / requests > row_s:
             return True
-        rate.fade(_FADING, _usual(guess))  # so that every kind of guess is tried again
+        rate.fade(_FADING, _usual(follower))  # so that every kind is tried again
         return False
 
-    def _rate(self, guess: Follower) -> Rate:
-        return self._spares.setdefault((guess.order, guess.place), Rate.usual(_usual(guess), _MEMORY))
+    def _rate(self, follower: Follower) -> Rate:
+        return self._spares.setdefault(
+            (follower.order, follower.place), Rate.usual(_usual(follower), _MEMORY)
+        )
 
 
-def _usual(guess: Follower) -> float:
-    return _USUAL[guess.order] * 0.6**guess.place
+def _usual(follower: Follower) -> float:
+    return _USUAL[follower.order] * 0.6**follower.place

@@ -13,7 +13,7 @@ from edgespec_runtimes.session import Rows, Session
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _PIECE = 64  # tokens
-_FEW = 8  # tokens; with more of them guesses save little, and may need another graph
+_FEW = 8  # tokens; with more of them followers save little, and may need another graph
 
 
 class RunningMean:
@@ -114,8 +114,8 @@ class Reader(Chain):
     """Reads committed and drafted tokens with a drafter model's session.
 
     A prediction is kept as long as the KV cache holds the token before it, so no token is read twice. This
-    holds for drafted tokens that were not proposed, and for right guesses of ``followers``, which a pass
-    reads too. Use it in one thread at a time.
+    holds for drafted tokens that were not proposed, and for right ones of ``followers``, which a pass reads
+    too. Use it in one thread at a time.
 
     ``followers`` know the first ``held`` tokens of the text already.
     """
@@ -130,8 +130,8 @@ class Reader(Chain):
         self._seconds = 0.0  # time of the reading
         self._mean: RunningMean | None = None  # learns from that time
         self._predicted: dict[int, Prediction] = {}  # predictions by position
-        self._guesses: list[Follower] = []  # guesses that the next pass reads too
-        self._guessed: dict[int, Follower] = {}  # right guesses that no draft has needed yet, by position
+        self._found: list[Follower] = []  # the next pass reads them too
+        self._right: dict[int, Follower] = {}  # right ones that no draft has needed yet, by position
         self._text: list[int] = []  # the text and the drafted tokens
         self._learned = held  # tokens of the text that followers know
         self._has_read = False  # the prompt
@@ -189,7 +189,7 @@ class Reader(Chain):
         if rows.wanted:
             if self._mean is not None:
                 self._mean.observe(self._seconds)
-            self._keep(rows.tokens, self._guesses, predictions)
+            self._keep(rows.tokens, self._found, predictions)
             self._move(self._end)
         return None
 
@@ -199,32 +199,32 @@ class Reader(Chain):
         return self._ask(piece, is_last=not self._unread)
 
     def _ask(self, tokens: Sequence[int], *, is_last: bool) -> Rows:
-        """Ask for a pass over these tokens and, if they end the text, over guesses of the next ones."""
-        guesses = list[Follower]()
+        """Ask for a pass over these tokens and, if they end the text, over what may follow."""
+        found = list[Follower]()
         if is_last and len(tokens) <= _FEW:
             model, undone = self._session.model, self._session.model.places.undone
             room = min(model.piece, self._session.capacity - self._session.length) - len(tokens)
             room = room if undone is None else min(room, undone)
-            guesses = self._followers.guesses(self._text, len(tokens), room, self._requests)
-        self._guesses = guesses
-        rows = [*tokens, *(guess.token for guess in guesses)]
-        self._asked = Rows(self._session, rows, is_last + len(guesses))
+            found = self._followers.behind(self._text, len(tokens), room, self._requests)
+        self._found = found
+        rows = [*tokens, *(follower.token for follower in found)]
+        self._asked = Rows(self._session, rows, is_last + len(found))
         return self._asked
 
-    def _keep(self, rows: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> None:
-        """Keep the predictions behind the text and each right guess, and drop the others."""
-        at, right = self._session.length - len(guesses) - 1, 0
-        token = rows[len(rows) - len(guesses) - 1]
+    def _keep(self, rows: Sequence[int], found: Sequence[Follower], predictions: Predictions) -> None:
+        """Keep the predictions behind the text and each right follower, and drop the others."""
+        at, right = self._session.length - len(found) - 1, 0
+        token = rows[len(rows) - len(found) - 1]
         while True:
             prediction = self._predicted[at + right] = self._prediction(token, predictions, right)
-            if right == len(guesses) or guesses[right].token != prediction.following:
+            if right == len(found) or found[right].token != prediction.following:
                 break
             token = prediction.following
-            self._guessed[at + 1 + right] = guesses[right]
+            self._right[at + 1 + right] = found[right]
             right += 1
-        for guess in guesses[right:]:
-            self._followers.fared(guess, spared=False)
-        self._session.keep(len(rows) - len(guesses) + right)
+        for follower in found[right:]:
+            self._followers.fared(follower, spared=False)
+        self._session.keep(len(rows) - len(found) + right)
 
     def _knows(self, text: Sequence[int]) -> bool:
         return len(text) - 1 in self._predicted and self._session.shared_prefix(text) == len(text)
@@ -242,11 +242,11 @@ class Reader(Chain):
     def _move(self, length: int) -> None:
         """Set the length of the text to ``length`` tokens."""
         self._length = length
-        for at in [at for at in self._guessed if at < length]:
-            self._followers.fared(self._guessed.pop(at), spared=True)
+        for at in [at for at in self._right if at < length]:
+            self._followers.fared(self._right.pop(at), spared=True)
 
     def _drop(self, length: int) -> None:
         """Drop predictions from position ``length`` on: the KV cache is about to lose these tokens."""
         self._predicted = {at: known for at, known in self._predicted.items() if at < length}
-        for at in [at for at in self._guessed if at >= length]:
-            self._followers.fared(self._guessed.pop(at), spared=False)
+        for at in [at for at in self._right if at >= length]:
+            self._followers.fared(self._right.pop(at), spared=False)

@@ -22,7 +22,7 @@ CHEAP, DEAR = CostCurve({1: 1.0, 4: 1.07, 32: 2.0}), CostCurve({1: 1.0, 2: 2.0})
 
 
 def _tokens(followers: Followers, text: Sequence[int], rows: int = 1, most: int = 9) -> list[int]:
-    return [guess.token for guess in followers.guesses(text, rows, most)]
+    return [follower.token for follower in followers.behind(text, rows, most)]
 
 
 def test_the_longest_context_and_the_latest_text_decide() -> None:
@@ -55,8 +55,8 @@ def test_a_guess_is_made_where_it_spares_more_than_its_row_costs() -> None:
     assert _tokens(Followers(DEAR), [1, 2, 3]) == []
     tried = 0
     for _ in range(2000):  # it is never right
-        for guess in followers.guesses([1, 2, 3], 1, 1):
-            followers.fared(guess, spared=False)
+        for follower in followers.behind([1, 2, 3], 1, 1):
+            followers.fared(follower, spared=False)
             tried += 1
     assert 100 < tried < 700  # a verdict that nothing tests any more fades
 
