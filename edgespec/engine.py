@@ -12,7 +12,7 @@ from edgespec.answering.results import Generation
 from edgespec.asking.request import (
     Hole,
     Messages,
-    Prompt,
+    PromptTokens,
     PromptInput,
     Request,
     RequestOptions,
@@ -532,7 +532,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
     def _queued(
         self,
         request: Request,
-        prompt: Callable[[], Prompt],
+        prompt: Callable[[], PromptTokens],
         ended: Callable[[Generation], None] = lambda result: None,
         conversation: object | None = None,
         *,

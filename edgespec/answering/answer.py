@@ -14,7 +14,7 @@ from edgespec.answering.results import (
     statistics,
     token_records,
 )
-from edgespec.asking.request import Prompt, Request, form_of
+from edgespec.asking.request import PromptTokens, Request, form_of
 from edgespec.decoding.draft import Clock, Remarks, Round
 from edgespec.decoding.grammar import Constraint
 from edgespec_models.bundles.bundle import Bundle
@@ -44,7 +44,7 @@ class Answer:
     def __init__(
         self,
         target: Bundle,
-        prompt: Prompt,
+        prompt: PromptTokens,
         request: Request,
         constraint: Constraint | None,
         remarks: Remarks,
@@ -61,12 +61,13 @@ class Answer:
             from edgespec.answering.fill_reading import FillReader
 
             fill = FillReader(prompt.hole, request.max_lines)
-        if prompt.place is not None and prompt.place.tags.channels:
+        if prompt.thoughts is not None and prompt.thoughts.tags.channels:
             from edgespec.answering.channel_reading import ChannelReader
 
             self._reader: AnswerReader = ChannelReader(self._tokenizer, self._calls, stop=request.stop)
         else:
-            self._reader = AnswerReader(self._tokenizer, prompt.place, self._calls, fill, stop=request.stop)
+            thoughts = prompt.thoughts
+            self._reader = AnswerReader(self._tokenizer, thoughts, self._calls, fill, stop=request.stop)
         self._again = 0 if fill is None else fill.skip  # bytes of a cut word to come
         self.rounds, self._records = list[Round](), list[Record]()
         self.reason: FinishReason | None = None

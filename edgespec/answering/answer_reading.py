@@ -18,9 +18,9 @@ class AnswerReader:
 
     A call at the end of the thoughts is read, because models forget the closing tag.
 
-    ``place`` is where the answer begins, or None without thoughts. ``calls`` reads calls of tools, or is
-    None. ``fill`` ends a text that fills a hole, or is None. Stop strings end the text; within thoughts they
-    are ordinary text.
+    ``state`` is that of the answer's beginning, or None without thoughts. ``calls`` reads calls of tools, or
+    is None. ``fill`` ends a text that fills a hole, or is None. Stop strings end the text; within thoughts
+    they are ordinary text.
 
     Attributes:
         thoughts: what each token of the thoughts added to them.
@@ -30,22 +30,22 @@ class AnswerReader:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        place: ThoughtState | None = None,
+        state: ThoughtState | None = None,
         calls: "CallReader | None" = None,
         fill: "FillReader | None" = None,
         *,
         stop: Sequence[str] = (),
     ) -> None:
         self.thoughts, self.called = list[str](), list[ToolCall]() if calls is None else calls.calls
-        self._tokenizer, self._place, self._calls, self._fill = tokenizer, place, calls, fill
+        self._tokenizer, self._state, self._calls, self._fill = tokenizer, state, calls, fill
         self._streams = [TextStream(tokenizer, stop=stop)]
         self._streams[0].skip = 0 if fill is None else fill.skip
         self._marks = set[int]() if calls is None else calls.marks(tokenizer)
         self._parts = list[ToolCall]()  # of calls in thoughts
         if calls is not None:  # control tokens may begin calls
             self._streams.append(TextStream(tokenizer, stop=stop, spelled=self._marks))
-            if place is not None and not place.tags.channels and place.stage != "text":
-                calls.begin_thoughts(place.tags.end)
+            if state is not None and not state.tags.channels and state.stage != "text":
+                calls.begin_thoughts(state.tags.end)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._before_text = 0  # tokens of tags and thoughts
 
@@ -68,9 +68,9 @@ class AnswerReader:
         before, self._parts = self._before_text, []
         begun, rest = self._think(tokens)
         thoughts = tuple(self.thoughts[before:])
-        if final and self._place is not None:
-            begun += self._place.held_text
-            if self._calls is not None and self._calls.thinks and self._place.thinks:
+        if final and self._state is not None:
+            begun += self._state.held_text
+            if self._calls is not None and self._calls.thinks and self._state.thinks:
                 held, self._parts = self._calls.push("", final=True)
                 thoughts = (*thoughts, held)
                 self.thoughts[-1:] = [thought + held for thought in self.thoughts[-1:]]
@@ -81,7 +81,7 @@ class AnswerReader:
         if self._fill is not None:
             texts = [self._fill.push(texts[0], final=final)]
         content, calls = texts[-1], self._parts
-        has_text = self._place is None or self._place.has_text or (final and not self._place.thinks)
+        has_text = self._state is None or self._state.has_text or (final and not self._state.thinks)
         if self._calls is not None and has_text:
             if self._calls.thinks:  # the answer has no thoughts
                 self._calls.end_thoughts()
@@ -93,31 +93,31 @@ class AnswerReader:
         """Read up to the text, and return its first bytes and the tokens behind them."""
         begun = b""
         for at, token in enumerate(tokens):
-            place = self._place
-            if place is None or place.stage == "text":
+            state = self._state
+            if state is None or state.stage == "text":
                 return begun, tokens[at:]
-            if place.thinks and token in self._marks:
-                self._place, thought, text = place.read(self._tokenizer.token_bytes(token))
+            if state.thinks and token in self._marks:
+                self._state, thought, text = state.read(self._tokenizer.token_bytes(token))
             else:
-                self._place, thought, text = place.read_token(token, self._tokenizer)
-            behind = self._place
+                self._state, thought, text = state.read_token(token, self._tokenizer)
+            behind = self._state
             begun += text
             self._before_text += 1
-            if place.thinks or behind.thinks:
+            if state.thinks or behind.thinks:
                 self.thoughts += [""] * (self._before_text - 1 - len(self.thoughts))  # these are a tag
                 self.thoughts.append(self._decoder.decode(thought, final=not behind.thinks))
                 if self._calls is not None and self._calls.thinks:
                     shown, self._parts = self._calls.push(self.thoughts[-1])
                     if self._parts:  # what is shown stands behind the call
-                        self.thoughts[-1], self._place = "", ThoughtState(place.tags, "text")
+                        self.thoughts[-1], self._state = "", ThoughtState(state.tags, "text")
                         self._calls.thinks = False
                         return begun + shown.encode(), tokens[at + 1 :]
                     if not behind.thinks:
                         more, self._parts = self._calls.end_thoughts()
                         shown += more
                     self.thoughts[-1] = shown
-            if place.thinks and behind.has_text and place.tags.response:
-                end = place.tags.response.replace("<", "</")
+            if state.thinks and behind.has_text and state.tags.response:
+                end = state.tags.response.replace("<", "</")
                 for stream in self._streams:
                     stream.stops[end.encode()] = end
             if behind.stage == "text" and self._tokenizer.is_special(token):

@@ -35,7 +35,7 @@ class TokenRecord:
     again: int = 0
 
 
-def choice_id(id_: str, index: int) -> str:
+def call_id(id_: str, index: int) -> str:
     """The identifier of a call, unique among the answers to one prompt."""
     return sha256(f"{id_} {index}".encode()).hexdigest()[: len(id_)] if index else id_
 

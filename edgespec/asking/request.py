@@ -301,21 +301,21 @@ def chat_prompt(messages: Messages) -> PromptInput:
     return messages
 
 
-class Prompt(NamedTuple):
+class PromptTokens(NamedTuple):
     """A prompt for the target and for the drafter; the second is empty without a drafter model.
 
     If the drafter cannot read it, ``drafter`` is the error.
 
     ``pictures`` are those of the target's prompt; None without.
 
-    ``place`` says whether the answer begins with thoughts; None if the model has none. ``hole`` is the place
+    ``thoughts`` says whether the answer begins with them; None if the model has none. ``hole`` is the place
     that the answer fills, or None. ``prediction`` is the predicted answer, or None. ``record`` is what a
     history keeps of it, as JSON.
     """
 
     target: list[int]
     drafter: list[int] | Exception
-    place: "ThoughtState | None"
+    thoughts: "ThoughtState | None"
     hole: Hole | None = None
     prediction: "PredictedText | None" = None
     record: bytes | None = None
@@ -449,14 +449,14 @@ def calls_tools(bundle: Bundle) -> bool:
     return template is not None and "tools" in template.arguments and form_of(bundle) is not None
 
 
-def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "ThoughtState | None":
-    """The place at the beginning of the answer to ``prompt``; None if it has no thoughts."""
+def thoughts_behind(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "ThoughtState | None":
+    """The state at the beginning of the answer to ``prompt``; None if the model has no thoughts."""
     tags = None if isinstance(prompt, str) else thoughts_tags(bundle)
     if tags is None:
         return None
-    from edgespec_models.text.thoughts import place_behind
+    from edgespec_models.text.thoughts import state_behind
 
-    return place_behind(tokens, tags, bundle.tokenizer)
+    return state_behind(tokens, tags, bundle.tokenizer)
 
 
 def answer_format(bundle: Bundle, request: Request) -> Compilable | None:

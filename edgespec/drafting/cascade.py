@@ -23,7 +23,7 @@ _USUAL = {4: 0.5, 3: 0.4, 2: 0.3, 1: 0.15}  # share of followers that spare a pa
 
 @dataclass(slots=True)
 class Follower:
-    """A token, the tokens of context that it followed (``order``), and how many followers stand before it."""
+    """A token, the tokens of context that it followed (``order``), and the number of followers before it."""
 
     token: int
     order: int
@@ -34,8 +34,8 @@ class Follower:
 class Followers:
     """A table of the token that last followed each one to four tokens in a drafter's texts.
 
-    It learns from all texts of a process and keeps nothing on disk. It also learns how often a follower spares
-    a pass, by the length of its context and its place, and names one if that is worth more than its row.
+    It learns from all texts of a process and keeps nothing on disk. It also learns how often one spares a
+    pass, by the length of its context and its place, and names it if that is worth more than its row.
     """
 
     curve: CostCurve

@@ -12,17 +12,17 @@ from edgespec.answering.answer import Answer
 from edgespec.asking.pictures import Pictures, images_of
 from edgespec.asking.request import (
     Hole,
-    Prompt,
     PromptInput,
+    PromptTokens,
     Request,
     answer_format,
-    answer_place,
     begun_form,
     drafter_tokens,
     ids_of,
     message_starts,
     prompt_tokens,
     seen,
+    thoughts_behind,
 )
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Load, Remarks
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
@@ -108,7 +108,7 @@ class Runner:
         wanted = answer_format(self.target, request) if is_chat else request.response_format
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, prompt: PromptInput | Hole, request: Request) -> Prompt:
+    def prompt(self, prompt: PromptInput | Hole, request: Request) -> PromptTokens:
         """Read a prompt."""
         hole, record = None, None
         prompt = seen(self.target, prompt, request, self.options.image_tokens)
@@ -140,11 +140,11 @@ class Runner:
         if self.options.keep_prompts and request.prompt_cache and source is not None:
             with suppress(TypeError, ValueError):  # such as content that is no JSON
                 record = json.dumps(source, ensure_ascii=False).encode()
-        place = answer_place(self.target, prompt, tokens)
+        state = thoughts_behind(self.target, prompt, tokens)
         images, pictures = images_of(prompt), None
         if images and self.target.manifest.vision is not None:
             pictures = Pictures(tokens, images, self.target, self._see)
-        return Prompt(tokens, drafters, place, hole, predicted, record, pictures)
+        return PromptTokens(tokens, drafters, state, hole, predicted, record, pictures)
 
     def _see(self, pixels: Pixels, budget: int) -> Floats:
         return self._vision.vectors(pixels, budget)
@@ -165,12 +165,12 @@ class Runner:
         started, queued_s, count = self._clock(), ticket.queued_s, len(prompt.target)
         new = min(ticket.request.max_new_tokens, self.session.model.longest - count)
         request = ticket.request = replace(ticket.request, max_new_tokens=new)
-        if prompt.place is not None:
+        if prompt.thoughts is not None:
             from edgespec.running.thinking import with_thoughts
 
             eos = self.target.manifest.special_tokens.eos
-            place, tokenizer = prompt.place, self.target.tokenizer
-            constraint = with_thoughts(place, tokenizer, eos, request.thinking, constraint)
+            state, tokenizer = prompt.thoughts, self.target.tokenizer
+            constraint = with_thoughts(state, tokenizer, eos, request.thinking, constraint)
         constraint = self._with_calls(request, constraint)
         room = count + min(new, USUAL_TOKENS)  # more comes when passes need it
         if any(seat.taken for seat in self.seats) and not self._has_room(room):
@@ -197,7 +197,7 @@ class Runner:
             undoing.pop_all()  # it closes them at its end
         return sequence
 
-    def _verifier(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> Verifier:
+    def _verifier(self, prompt: PromptTokens, request: Request, constraint: Constraint | None) -> Verifier:
         special, count = self.target.manifest.special_tokens, len(prompt.target)
         masks: list[RowStep] = [] if constraint is None else [constraint]
         if prompt.hole is not None and prompt.hole.held:
@@ -205,7 +205,7 @@ class Runner:
         excluded = special.suppressed or special.suppressed_first or special.bad_words
         return Verifier(request.sampler, masks, Suppressed(special, count) if excluded else None)
 
-    def _ends(self, prompt: Prompt, request: Request) -> frozenset[int]:
+    def _ends(self, prompt: PromptTokens, request: Request) -> frozenset[int]:
         """The tokens that end an answer."""
         of_fills = () if prompt.hole is None else prompt.hole.ends
         ends = *self.target.manifest.special_tokens.eos, *of_fills
@@ -339,7 +339,12 @@ class Runner:
         return f"{reason}, the model's context, which holds the answer too; shorten it"
 
     def _policy(
-        self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat, prices: Prices
+        self,
+        prompt: PromptTokens,
+        request: Request,
+        constraint: Constraint | None,
+        seat: Seat,
+        prices: Prices,
     ) -> Policy:
         """The drafting policy of a request."""
         if any(session.model.compiled for session in (seat.target, seat.drafter) if session is not None):
@@ -378,7 +383,7 @@ class Runner:
         return Custom(drafter, self.session.model.vocab_size)
 
     def _model(
-        self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat, prices: Prices
+        self, prompt: PromptTokens, request: Request, remarks: Remarks, seat: Seat, prices: Prices
     ) -> Source | None:
         """A model or an app's own drafter."""
         own = self.own if request.drafter is None else self._custom(request.drafter)

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Final
 from weakref import finalize
 
-from edgespec.answering.results import Generation, Record, choice_id, nothing
+from edgespec.answering.results import Generation, Record, call_id, nothing
 from edgespec.running.scheduler import Scheduler
 from edgespec.running.ticket import LOOK_S, InProcess, Stage, Ticket
 from edgespec_models.errors import RequestError
@@ -272,7 +272,7 @@ def _together(results: Sequence[Generation], same: int) -> Generation:
     """The first of the answers to one prompt, with all of them as its choices, each ``same`` times."""
     first, *others = [result for result in results for _ in range(same)]
     others = [
-        replace(other, tool_calls=tuple(replace(c, id=choice_id(c.id, at)) for c in other.tool_calls))
+        replace(other, tool_calls=tuple(replace(c, id=call_id(c.id, at)) for c in other.tool_calls))
         for at, other in enumerate(others, 1)
     ]
     return replace(first, others=tuple(others)) if others else first

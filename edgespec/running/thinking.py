@@ -15,15 +15,15 @@ _BUDGETS: Final = {"minimal": 256, "low": 1024, "medium": 4096}  # where the tem
 
 
 class _At(NamedTuple):
-    """The state of an answer: its place, the number of tokens of the tag or the thoughts, and its text."""
+    """The state of an answer: its thoughts, the number of tokens of the tag or the thoughts, and its text."""
 
-    place: ThoughtState
+    state: ThoughtState
     length: int = 0
     text: tuple[int, ...] = ()
 
 
 class ThoughtsFirst(Constraint):
-    """Constrains an answer that may start with thoughts, at ``place``.
+    """Constrains an answer that may start with thoughts, at ``state``.
 
     After ``budget`` tokens of thoughts the closing tag is forced; None is no limit. ``grammar`` constrains
     the text behind the thoughts, or the whole answer if it does not begin with their tag. With a grammar
@@ -34,7 +34,7 @@ class ThoughtsFirst(Constraint):
 
     def __init__(
         self,
-        place: ThoughtState,
+        state: ThoughtState,
         tokenizer: Tokenizer,
         ends: Collection[int],
         *,
@@ -42,11 +42,11 @@ class ThoughtsFirst(Constraint):
         grammar: Constraint | None = None,
     ) -> None:
         self._tokenizer, self._ends, self._budget, self._grammar = tokenizer, ends, budget, grammar
-        self._opening = tag_tokens(tokenizer, place.tags.begin)
-        self._closing = tag_tokens(tokenizer, place.tags.end)
-        begun = range(len(self._closing) if place.tags.channels else 1)
+        self._opening = tag_tokens(tokenizer, state.tags.begin)
+        self._closing = tag_tokens(tokenizer, state.tags.end)
+        begun = range(len(self._closing) if state.tags.channels else 1)
         self._begun = [tokenizer.bytes_of(self._closing[:count]) for count in begun]
-        self._at, self._read = _At(place), -1
+        self._at, self._read = _At(state), -1
         self._anything = self._all_but(())
         self._thoughts = self._all_but(ends)  # thoughts before a grammar's text
         self._no_thoughts = self._all_but(tokenizer.encode_bytes(b"analysis")[:1])
@@ -55,7 +55,7 @@ class ThoughtsFirst(Constraint):
             self.schemas = grammar.schemas
             grammar.begin(())
             self._begin = grammar.allowed(())
-            if place.tags.channels:
+            if state.tags.channels:
                 self._begin = self._only(self._opens)
             elif self._opens in self._begin:  # a token that may begin both belongs to the grammar
                 self._opens = -1
@@ -75,26 +75,26 @@ class ThoughtsFirst(Constraint):
 
     def ends(self, tokens: Sequence[int]) -> bool:
         self.begin(tokens)
-        return self._grammar is not None and self._at.place.has_text and self._grammar.ends(self._at.text)
+        return self._grammar is not None and self._at.state.has_text and self._grammar.ends(self._at.text)
 
     def completes(self, drafted: Sequence[int]) -> bool:
         at = self._behind(drafted)
-        return self._grammar is not None and at.place.has_text and self._grammar.completes(self._drafted(at))
+        return self._grammar is not None and at.state.has_text and self._grammar.completes(self._drafted(at))
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
         at, grammar = self._behind(drafted), self._grammar
-        if at.place.has_text:
-            if grammar is None and at.place.tags.channels and not at.text:
+        if at.state.has_text:
+            if grammar is None and at.state.tags.channels and not at.text:
                 return self._no_thoughts
             return self._anything if grammar is None else grammar.allowed(self._drafted(at))
-        if not at.place.thinks:
+        if not at.state.thinks:
             return self._only(self._opening[at.length]) if grammar is not None and at.length else self._begin
-        end, closed = at.place.tags.end.encode(), self._closed(at.place.held)
+        end, closed = at.state.tags.end.encode(), self._closed(at.state.held)
         if self._budget is not None and at.length >= self._budget:
             return self._only(self._closing[closed or at.length - self._budget])
         if grammar is not None and closed:
             return self._only(self._closing[closed])
-        if grammar is not None and begun_at_end(at.place.held, end) == len(end) - 1:
+        if grammar is not None and begun_at_end(at.state.held, end) == len(end) - 1:
             return self._only(self._tokenizer.encode_bytes(end[-1:])[0])
         return self._anything if grammar is None else self._thoughts
 
@@ -116,12 +116,12 @@ class ThoughtsFirst(Constraint):
         return at.text[len(self._at.text) :]
 
     def _next(self, at: _At, token: int) -> _At:
-        place, count, text = at
+        state, count, text = at
         may_open = self._grammar is None or count or token == self._opens
-        if place.has_text or not (place.thinks or may_open):
-            return _At(ThoughtState(place.tags, "text"), 0, (*text, token))
-        following, _, _ = place.read_token(token, self._tokenizer)
-        return _At(following, 0 if following.thinks and not place.thinks else count + 1, text)
+        if state.has_text or not (state.thinks or may_open):
+            return _At(ThoughtState(state.tags, "text"), 0, (*text, token))
+        following, _, _ = state.read_token(token, self._tokenizer)
+        return _At(following, 0 if following.thinks and not state.thinks else count + 1, text)
 
     def _only(self, *tokens: int) -> Allowed:
         return Allowed.where(np.isin(np.arange(self._tokenizer.vocab_size), tokens))
@@ -131,20 +131,20 @@ class ThoughtsFirst(Constraint):
 
 
 def with_thoughts(
-    place: ThoughtState,
+    state: ThoughtState,
     tokenizer: Tokenizer,
     ends: Collection[int],
     thinking: bool | int | str | None,
     grammar: Constraint | None,
 ) -> Constraint | None:
-    """The constraint of an answer that begins at ``place``; None if it may be anything.
+    """The constraint of an answer that begins at ``state``; None if it may be anything.
 
     ``thinking`` is the request's option. ``grammar`` constrains the text, if there is one.
     """
     if isinstance(thinking, str):
-        budget = None if place.tags.levels else _BUDGETS.get(thinking)
+        budget = None if state.tags.levels else _BUDGETS.get(thinking)
     else:
         budget = None if thinking is None or thinking is True else int(thinking)
-    if place.stage == "text" or (grammar is None and budget is None):
+    if state.stage == "text" or (grammar is None and budget is None):
         return grammar
-    return ThoughtsFirst(place, tokenizer, ends, budget=budget, grammar=grammar)
+    return ThoughtsFirst(state, tokenizer, ends, budget=budget, grammar=grammar)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from edgespec.answering.answer import Answer
 from edgespec.answering.results import FinishReason, Generation, Record, nothing
-from edgespec.asking.request import Prompt, Request
+from edgespec.asking.request import PromptTokens, Request
 from edgespec.decoding.grammar import Constraint
 
 LOOK_S = 0.2
@@ -52,7 +52,7 @@ class Ticket:
     def __init__(
         self,
         request: Request,
-        prompt: Callable[[], Prompt] | None = None,
+        prompt: Callable[[], PromptTokens] | None = None,
         constraint: Constraint | None = None,
         *,
         ended: Callable[[Generation], None] = lambda result: None,
@@ -73,7 +73,7 @@ class Ticket:
         self._wakers: list[Callable[[], None]] = []  # functions that wake waiting tasks
 
     @cached_property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> PromptTokens:
         """The prompt as the models read it."""
         assert self._read is not None
         return self._read()

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 from edgespec.answering.attribution import Attribution
-from edgespec.answering.results import Generation, Record, SourceStats, TokenRecord, choice_id
+from edgespec.answering.results import Generation, Record, SourceStats, TokenRecord, call_id
 from edgespec.decoding.draft import Progress
 from edgespec.engine import Model
 from edgespec.running.embedding import Embeddings, Scores
@@ -269,7 +269,7 @@ class ChatReply(_Completion):
         pieces = {"reasoning_content": record.reasoning, "content": record.content}
         deltas: list[Json] = [{name: piece} for name, piece in pieces.items() if piece]
         for call in record.calls:
-            item = {"index": self.called} | call.to_message() | {"id": choice_id(call.id, self.index)}
+            item = {"index": self.called} | call.to_message() | {"id": call_id(call.id, self.index)}
             deltas.append(self._called([item]))
             self.called += 1
         first, *others = deltas or [{}]

@@ -22,7 +22,7 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.source import Source
 from edgespec.running.thinking import ThoughtsFirst
 from edgespec_models.text.chat_template import ChatTemplate
-from edgespec_models.text.thoughts import Tags, ThoughtState, place_behind, tags_of
+from edgespec_models.text.thoughts import Tags, ThoughtState, state_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.drafters import GREEDY, draft_of, model_of, policy_of
 from tests.kit.formats import NEW, PROMPT, accepts, written
@@ -117,15 +117,15 @@ def test_prompts_may_open_the_thoughts_or_close_them(
     for text in ("Hi", "<think>"):  # what a user types opens nothing
         messages = [{"role": "user", "content": text}]
         prompt = chat.encode(messages, tokenizer, arguments)
-        assert place_behind(prompt, tags, tokenizer).stage == stage
+        assert state_behind(prompt, tags, tokenizer).stage == stage
 
 
 def pieces(
-    tokenizer: Tokenizer, text: str, sizes: Sequence[int], place: ThoughtState | None, stop: str
+    tokenizer: Tokenizer, text: str, sizes: Sequence[int], state: ThoughtState | None, stop: str
 ) -> Any:
     """What a reader shows of ``text``, cut into such records, and what attribution shows of these."""
     ids = tokenizer.encode(text, special=True)
-    reader, attribution = AnswerReader(tokenizer, place, stop=[stop] if stop else []), Attribution(tokenizer)
+    reader, attribution = AnswerReader(tokenizer, state, stop=[stop] if stop else []), Attribution(tokenizer)
     thoughts, said, shown, at = list[str](), "", list[dict[str, Any]](), 0
     for size in [*sizes, len(ids) + 1]:
         now, at = ids[at : at + size], at + size
@@ -164,10 +164,10 @@ TEXTS = st.text(alphabet="ab<>/ é😀\n", max_size=9)
 def test_thoughts_are_told_from_text_however_tokens_cut_them(
     kind: str, space: str, thoughts: str, end: str, text: str, sizes: list[int], is_open: bool
 ) -> None:
-    place = ThoughtState(THINK, "opened" if is_open else "before")
+    state = ThoughtState(THINK, "opened" if is_open else "before")
     text = text if end else ""
     whole = f"{space}{'' if is_open else '<think>'}{space}{thoughts}{end}{text}"
-    reasoning, said, shown = pieces(TOKENIZERS[kind](), whole, sizes, place, "")
+    reasoning, said, shown = pieces(TOKENIZERS[kind](), whole, sizes, state, "")
     if not end:  # it may have begun
         thoughts = re.sub(r"\s*(<|</)\Z", "", thoughts)
     assert (reasoning, said) == (thoughts.strip(" \n"), text.lstrip(" \n"))
@@ -180,8 +180,8 @@ def test_thoughts_are_told_from_text_however_tokens_cut_them(
 @example(" <thought> a", [3, 2])
 def test_an_answer_without_the_tag_is_text_to_the_letter(text: str, sizes: list[int]) -> None:
     """Also where the prompt has closed the thoughts; tags that come later are text."""
-    for place in (None, ThoughtState(THINK), ThoughtState(THINK, "text")):
-        assert pieces(TOKENIZERS["spelled"](), text, sizes, place, "")[:2] == ("", text)
+    for state in (None, ThoughtState(THINK), ThoughtState(THINK, "text")):
+        assert pieces(TOKENIZERS["spelled"](), text, sizes, state, "")[:2] == ("", text)
     later = f"x{text}<think>a</think>"
     assert pieces(TOKENIZERS["added"](), later, sizes, ThoughtState(THINK), "")[:2] == ("", later)
 
@@ -196,10 +196,10 @@ def test_stop_strings_end_text_and_not_thoughts(sizes: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 5), max_size=30), st.sampled_from(["Hi", "", "a <b", "1 < 2"]))
 def test_granites_tags_around_the_text_are_no_text(sizes: list[int], text: str) -> None:
-    place = ThoughtState(Tags("<think>", "</think>", "<response>"))
+    state = ThoughtState(Tags("<think>", "</think>", "<response>"))
     for begin, end in (("\n<response>\n", "</response>\n"), ("<response>", ""), ("\n", "")):
         whole = f"<think>Hm.</think>{begin}{text}{end}"
-        assert pieces(TOKENIZERS["spelled"](), whole, sizes, place, "")[:2] == ("Hm.", text)
+        assert pieces(TOKENIZERS["spelled"](), whole, sizes, state, "")[:2] == ("Hm.", text)
 
 
 # ---- constraints: budgets and grammars -------------------------------------------------------------------
@@ -226,7 +226,7 @@ def grammars(kind: str) -> Grammars:
 
 def write(
     kind: str,
-    place: ThoughtState,
+    state: ThoughtState,
     budget: int | None,
     wanted: ResponseFormat | None,
     *,
@@ -236,7 +236,7 @@ def write(
 ) -> tuple[list[int], list[Round]]:
     tokenizer = TOKENIZERS[kind]()
     grammar = None if wanted is None else grammars(kind).constraint(wanted)
-    constraint = ThoughtsFirst(place, tokenizer, ends(kind), budget=budget, grammar=grammar)
+    constraint = ThoughtsFirst(state, tokenizer, ends(kind), budget=budget, grammar=grammar)
     target = ToySession(noisy(kind, seed), tokenizer.vocab_size)
     return written(target, source_of(constraint), constraint, params, ends(kind))
 
@@ -271,12 +271,12 @@ def test_output_with_drafts_is_plain_decodings(
 ) -> None:
     """And within its budget, and of its form."""
     params = GREEDY if greedy else SamplingParams(temperature=1.5, top_p=0.95, seed=seed)
-    place, tokenizer = ThoughtState(THINK, stage), TOKENIZERS[kind]()
-    asked = partial(write, kind, place, budget, wanted, seed=seed, params=params)
+    state, tokenizer = ThoughtState(THINK, stage), TOKENIZERS[kind]()
+    asked = partial(write, kind, state, budget, wanted, seed=seed, params=params)
     expected, _ = asked()
     answer, _ = asked(source_of=drafters(kind, seed)[name])
     assert answer == expected
-    piece = AnswerReader(tokenizer, place).push(answer)
+    piece = AnswerReader(tokenizer, state).push(answer)
     # a tag may show the character that it cut off
     assert budget is None or len([*filter(None, piece.thoughts)]) <= budget + 1
     if wanted is not None and len(answer) < NEW:

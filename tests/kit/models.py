@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from edgespec.answering.answer import Answer
-from edgespec.asking.request import Prompt, Request
+from edgespec.asking.request import PromptTokens, Request
 from edgespec.decoding.draft import Clock
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
@@ -184,7 +184,7 @@ def answering(
     pricing: Pricing | None = None,
 ) -> Stream:
     """A request over a session alone, which drafts by a policy of its own."""
-    bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
+    bundle, read = toy_bundle("toy", session.model.longest), PromptTokens([*prompt], [], None)
 
     def begin(ticket: Ticket, prices: Prices) -> RunningSequence:
         drafts = policy()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec.answering.answer import Answer
-from edgespec.asking.request import Prompt, Request
+from edgespec.asking.request import PromptTokens, Request
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Round
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
@@ -311,7 +311,7 @@ def loop_of(
     request = Request(
         max_new_tokens=options["max_new_tokens"], logprobs=top is not None, top_logprobs=top or 0
     )
-    ticket = cast(Ticket, SimpleNamespace(request=request, prompt=Prompt([], [], None)))
+    ticket = cast(Ticket, SimpleNamespace(request=request, prompt=PromptTokens([], [], None)))
     return requests.Sequence(ticket, seat, policy, verify, answer, **limits)
 
 

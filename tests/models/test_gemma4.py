@@ -27,7 +27,7 @@ from edgespec_models.families import read_config
 from edgespec_models.families.gemma2 import Gemma2
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.chat_template import ChatTemplate
-from edgespec_models.text.thoughts import Tags, ThoughtState, place_behind, tags_of
+from edgespec_models.text.thoughts import Tags, ThoughtState, state_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
@@ -276,7 +276,7 @@ def test_thoughts_and_calls_are_told_from_text(are_controls: bool) -> None:
     stages = []
     for thinks in (False, True):
         prompt = chat.encode([{"role": "user", "content": "Hi"}], tokenizer, {"enable_thinking": thinks})
-        stages.append(place_behind(prompt, tags, tokenizer).stage)
+        stages.append(state_behind(prompt, tags, tokenizer).stage)
     assert stages == ["text", "before"]
     answer = (
         '<|channel>thought\nOne, <b>.\n<channel|>I call.<|tool_call>call:do{a:<|"|>x, {<|"|>,b:1}<tool_call|>'

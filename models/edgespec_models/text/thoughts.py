@@ -61,7 +61,7 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtState:
-    """A place in an answer: its stage, and held bytes that may still become a tag.
+    """The state of an answer: its stage, and held bytes that may still become a tag.
 
     Only the beginning of an answer holds thoughts: later tags are text. ``opened`` and ``closed`` are the tag
     and space behind it.
@@ -73,7 +73,7 @@ class ThoughtState:
 
     @property
     def thinks(self) -> bool:
-        """Whether the place is within the tags."""
+        """Whether it is within the tags."""
         return self.stage in ("opened", "thoughts")
 
     @property
@@ -99,7 +99,7 @@ class ThoughtState:
         return (self, b"", b"") if self.thinks else (ThoughtState(self.tags, "text"), b"", self.held_text)
 
     def read(self, data: bytes) -> tuple["ThoughtState", bytes, bytes]:
-        """The place behind ``data``, the new thoughts, and the new text.
+        """The state behind ``data``, the new thoughts, and the new text.
 
         Tags, and space at the ends of the thoughts and before the text, belong to neither.
         """
@@ -121,8 +121,8 @@ class ThoughtState:
         end = self.tags.end.encode()
         thoughts, ended, text = data.partition(end)
         if ended:
-            place, _, text = ThoughtState(self.tags, "closed").read(text)
-            return place, thoughts.rstrip(), text
+            state, _, text = ThoughtState(self.tags, "closed").read(text)
+            return state, thoughts.rstrip(), text
         shown = data[: len(data) - begun_at_end(data, end)].rstrip()
         return ThoughtState(self.tags, "thoughts" if shown else self.stage, data[len(shown) :]), shown, b""
 
@@ -154,8 +154,8 @@ def tag_tokens(tokenizer: Tokenizer, tag: str) -> list[int]:
     return ids
 
 
-def place_behind(prompt: Sequence[int], tags: Tags, tokenizer: Tokenizer) -> ThoughtState:
-    """The place at the beginning of an answer.
+def state_behind(prompt: Sequence[int], tags: Tags, tokenizer: Tokenizer) -> ThoughtState:
+    """The state at the beginning of an answer.
 
     Templates may open the thoughts in the prompt, or open and close them.
     """
