@@ -195,7 +195,7 @@ class TextReader:
         def tokens(at: int, text: str) -> list[int]:
             parts = fixed | {"document": spelled(text)}
             whole, places = unmark(_PART.sub(lambda part: parts[part[1]], made.template))
-            return self._fitting(at, tokenizer.encode_marked(whole, places, marks))
+            return self._fitting(f"texts[{at}]", tokenizer.encode_marked(whole, places, marks))
 
         ids = [tokens(at, text) for at, text in enumerate(texts)]
         score = partial(probability, self._row, config.norm_epsilon)
@@ -224,7 +224,7 @@ class TextReader:
         if dimensions is not None and not 1 <= dimensions <= width:
             raise RequestError(f"is {dimensions}; allowed: 1 to the model's own, {width}", "dimensions")
         texts = [texts] if isinstance(texts, str) else texts
-        ids = [self._tokens(at, text, instruction, made.end) for at, text in enumerate(texts)]
+        ids = [self._tokens(f"texts[{at}]", text, instruction, made.end) for at, text in enumerate(texts)]
         dimensions = dimensions or width
         of_state = partial(direction, self._gain, dimensions)
         return TextsTicket(Request.single({"timeout": timeout}), ids, dimensions, of_state, Embeddings)
@@ -287,10 +287,10 @@ class TextReader:
             ends = reader.length + len(piece) == len(text)
             yield ticket, Rows(reader, piece, int(ends and self._late))  # for its state, not its logits
 
-    def _tokens(self, at: int, text: _Text, instruction: str | None, end: int | None) -> list[int]:
-        """The tokens that the model reads for a text."""
+    def _tokens(self, field: str, text: _Text, instruction: str | None, end: int | None) -> list[int]:
+        """The tokens that the model reads for a text, which errors name ``field``."""
         if not text:
-            raise RequestError(f"text {at} is empty; leave it out")
+            raise RequestError("is empty; leave it out", field)
         if isinstance(text, str):
             tokens = encode_text(
                 self._bundle, text if instruction is None else _QUERY.format(instruction, text)
@@ -299,15 +299,14 @@ class TextReader:
             tokens, size = list(text), self._model.vocab_size
             if instruction is not None or not 0 <= min(tokens) <= max(tokens) < size:
                 raise RequestError(
-                    f"text {at} is a list of tokens; allowed: ids from 0 to {size - 1}, no instruction"
+                    f"is a list of tokens; allowed: ids from 0 to {size - 1}, no instruction", field
                 )
         if end is not None and tokens[-1:] != [end]:
             tokens.append(end)
-        return self._fitting(at, tokens)
+        return self._fitting(field, tokens)
 
-    def _fitting(self, at: int, tokens: list[int]) -> list[int]:
+    def _fitting(self, field: str, tokens: list[int]) -> list[int]:
         if len(tokens) > self._model.longest:
-            raise DoesNotFit(
-                f"{too_long(f'text {at}', len(tokens), self._model.longest)}, the model's context; cut it"
-            )
+            problem = too_long(len(tokens), self._model.longest)
+            raise DoesNotFit(f"{problem}, the model's context; cut it", field)
         return tokens

@@ -332,10 +332,10 @@ class Runner:
         longest, context = self.session.model.longest, self.target.config.context_length
         if longest < context and count < context:
             return (
-                f"{too_long('prompt', count, longest)}, the largest bucket of this bundle, which holds the "
+                f"prompt {too_long(count, longest)}, the largest bucket of this bundle, which holds the "
                 f"answer too; shorten it, or export the model with --buckets up to {context:,}"
             )
-        reason = too_long("prompt", count, context)
+        reason = f"prompt {too_long(count, context)}"
         return f"{reason}, the model's context, which holds the answer too; shorten it"
 
     def _policy(

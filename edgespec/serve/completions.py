@@ -67,6 +67,7 @@ class Job:
     wanted: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.names = {**self.body.names(), **self.names}
         self.wanted = {**self.body.options(), **self.more}  # its errors come before a load
 
     def options(self, model: Model) -> RequestOptions:
@@ -79,15 +80,15 @@ class Job:
             options |= {"thinking": None, "template_args": variables}
         return cast(RequestOptions, options)
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Within the block errors name the client's fields instead of the model's options."""
-        names = {**self.body.names(), **self.names}
-        try:
-            yield
-        except RequestError as error:
-            option, mark, place = error.field.partition("[")
-            raise type(error)(error.problem, names.get(option, option) + mark + place) from error
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Within the block errors name the client's fields by ``names`` instead of the model's options."""
+    try:
+        yield
+    except RequestError as error:
+        option, mark, place = error.field.partition("[")
+        raise type(error)(error.problem, names.get(option, option) + mark + place) from error
 
 
 class Completions:
@@ -128,7 +129,8 @@ class Completions:
     async def vectors(self, request: Request, body: EmbeddingBody, model: Model, left_s: float) -> Embeddings:
         """The vectors of a body's texts by the request's model, within the time limit."""
         embed = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
-        return await self._read_texts(request, embed(body.texts(), timeout=left_s))
+        with naming({"texts": "input"}):
+            return await self._read_texts(request, embed(body.texts(), timeout=left_s))
 
     async def rerank(self, request: Request) -> Response:
         """``POST /v1/rerank``."""
@@ -136,7 +138,8 @@ class Completions:
         model, left_s = await self.model(request, body.model)
         texts = body.texts()
         scoring = model.rerank_async(body.query, texts, instruction=body.instruction, timeout=left_s)
-        scores = await self._read_texts(request, scoring)
+        with naming({"texts": "documents"}):
+            scores = await self._read_texts(request, scoring)
         reply = scores_json(scores, body.model, texts, top_n=body.top_n, whole=body.return_documents)
         return JSONResponse(reply)
 
@@ -161,7 +164,7 @@ class Completions:
     async def count_tokens(self, request: Request, job: Job) -> int:
         """The number of tokens that the model would read."""
         model, _ = await self.model(request, job.body.model)
-        with job.naming():
+        with naming(job.names):
             (prompt,) = job.prompts
             count = partial(model.count_tokens, cast(PromptInput, prompt), **job.options(model))
             return await asyncio.to_thread(count)
@@ -204,7 +207,7 @@ class Completions:
             usual["sampling"] = self._options.sampling
         options = {**usual, **job.options(model), "timeout": left_s}
         job.reply.use(model)
-        with job.naming():
+        with naming(job.names):
             return await asyncio.to_thread(model.answers, job.prompts, cast(RequestOptions, options))
 
     async def respond(self, request: Request, job: Job) -> Response:

@@ -63,7 +63,7 @@ def of_error(error: EdgespecError) -> Problem:
     if isinstance(error, Closed):
         return shutting_down()
     if isinstance(error, DoesNotFit):
-        return Problem(400, str(error), "context_length_exceeded")
+        return Problem(400, str(error), "context_length_exceeded", field=error.field or None)
     status = 400 if isinstance(error, RequestError | TokenizerError) else 500
     return Problem(status, str(error), field=error.field or None)
 

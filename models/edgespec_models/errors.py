@@ -82,12 +82,12 @@ class DoesNotFit(RequestError):
     """
 
 
-def too_long(what: str, tokens: int, most: int) -> str:
-    """The beginning of messages about a full context.
+def too_long(tokens: int, most: int) -> str:
+    """What messages about a full context say of a text.
 
     Programs look for Anthropic's words, some for its numbers.
     """
-    return f"{what} is too long: {tokens} tokens > {most} maximum"
+    return f"is too long: {tokens} tokens > {most} maximum"
 
 
 class Busy(RequestError):

@@ -257,9 +257,9 @@ def test_numbers_that_are_not_finite_are_no_vector() -> None:
     ("texts", "options", "message"),
     [
         ([], {}, "of length 1 or more"),
-        (["x", ""], {}, "text 1 is empty; leave it out"),
+        (["x", ""], {}, r"texts\[1\] is empty; leave it out"),
         ([3], {}, r"texts\[0\] is 3; allowed: a text or a list"),
-        ([[400_000]], {}, r"text 0 is a list of tokens; allowed: ids from 0 to \d+"),
+        ([[400_000]], {}, r"texts\[0\] is a list of tokens; allowed: ids from 0 to \d+"),
         ([[1]], {"instruction": "Find."}, "no instruction"),
         (["x"], {"dimensions": 97}, "dimensions is 97; allowed: 1 to the model's own, 96"),
         (["x"], {"dimensions": 0}, "dimensions is 0"),
@@ -272,10 +272,10 @@ def test_what_is_wrong_is_said(model: Model, texts: Any, options: dict[str, Any]
 
 
 def test_a_text_that_does_not_fit(model: Model) -> None:
-    with pytest.raises(
-        DoesNotFit, match=r"^text 1 is too long: \d+ tokens > \d+ maximum, the model's context; cut"
-    ):
+    problem = r"^texts\[1\] is too long: \d+ tokens > \d+ maximum, the model's context; cut"
+    with pytest.raises(DoesNotFit, match=problem) as caught:
         model.embed(["x", "the fox " * 5000])
+    assert caught.value.field == "texts[1]"
 
 
 def test_models_that_were_not_made_for_it_refuse(tmp_path: Path) -> None:

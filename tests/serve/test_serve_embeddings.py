@@ -71,10 +71,10 @@ def test_openais_client_gets_the_models_vectors(model: Model, url: str) -> None:
         ({"model": "other"}, 404, "this server has 'embeds'"),
         ({"input": []}, 400, "input is []; allowed: a text or a list"),
         ({"input": ["x"] * 2049}, 400, "of length 1 to 2048"),
-        ({"input": ["x", ""]}, 400, "text 1 is empty"),
+        ({"input": ["x", ""]}, 400, "input[1] is empty"),
         ({"input": [1, "x"]}, 400, "input mixes token ids and texts"),
-        ({"input": [[1, 10_000]]}, 400, "text 0 is a list of tokens; allowed: ids from 0 to 403"),
-        ({"input": "the fox " * 5000}, 400, "text 0 is too long: 1"),
+        ({"input": [[1, 10_000]]}, 400, "input[0] is a list of tokens; allowed: ids from 0 to 403"),
+        ({"input": "the fox " * 5000}, 400, "input[0] is too long: 1"),
         ({"dimensions": 4096}, 400, "dimensions is 4096; allowed: 1 to the model's own, 96"),
         ({"encoding_format": "int8"}, 400, "allowed: 'float' or 'base64'"),
         ({"truncate": True}, 400, "'truncate' is not known"),
@@ -84,6 +84,12 @@ def test_openais_client_gets_the_models_vectors(model: Model, url: str) -> None:
 def test_what_is_wrong_is_said(url: str, body: dict[str, Any], status: int, message: str) -> None:
     reply = ask(url, PATH, {"model": "embeds", "input": "x"} | body)
     assert (reply.status, message in reply.error) == (status, True), reply.error
+
+
+@pytest.mark.parametrize("text", ["", [10_000], "the fox " * 5000])
+def test_a_wrong_text_is_named(url: str, text: str | list[int]) -> None:
+    reply = ask(url, PATH, {"model": "embeds", "input": ["x", text] if isinstance(text, str) else [text]})
+    assert reply.json["error"]["param"] == ("input[1]" if isinstance(text, str) else "input[0]")
 
 
 def test_a_chat_model_says_what_it_lacks(tmp_path: Path) -> None:
