@@ -12,8 +12,8 @@ from edgespec.answering.results import Generation
 from edgespec.asking.request import (
     Hole,
     Messages,
-    PromptTokens,
     PromptInput,
+    PromptTokens,
     Request,
     RequestOptions,
     chat_prompt,

@@ -63,7 +63,7 @@ def main() -> None:
                 if change is not None and change.is_file():
                     with open_checkpoint(learner.source) as checkpoint:
                         decoder = TorchDecoder(checkpoint)
-                        decoder.take(read_alignment(change).parts)
+                        decoder.load(read_alignment(change).parts)
                         guesses = first_guesses(decoder, later)
                     print(
                         f"{way} {change.name}: {len(later)} later texts, {sum(map(len, guesses)):,} tokens, "

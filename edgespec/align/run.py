@@ -170,12 +170,12 @@ def trained(
         digest = known = checkpoint.digest(progress)
         decoder = kind(checkpoint, rank=options.rank, seed=options.seed, device=device)
         if start is not None:
-            decoder.take(start.parts)
+            decoder.load(start.parts)
             known += start.digest
         before = measure(decoder)
         steps = train(decoder, taught, options, place=place, known=known, device=device, progress=progress)
         changes = decoder.changes()
-        decoder.take(changes)  # which rounds them as the file keeps them
+        decoder.load(changes)  # which rounds them as the file keeps them
         return Trained(digest, changes, steps, before, measure(decoder))
 
 

@@ -147,14 +147,14 @@ def probability(row: _F32, epsilon: float, state: _F32) -> _F32:
 class TextReader:
     """Makes vectors or scores of texts with ``model``, whose predictions hold the last layer's output.
 
-    ``readers`` are the sessions that read texts. They are made when they are needed.
+    ``sessions`` read the texts. They are made when they are needed.
     """
 
-    def __init__(self, bundle: "Bundle", model: LoadedModel, readers: list[Session]) -> None:
-        self._bundle, self._model, self._readers = bundle, model, readers
+    def __init__(self, bundle: "Bundle", model: LoadedModel, sessions: list[Session]) -> None:
+        self._bundle, self._model, self._sessions = bundle, model, sessions
         config = bundle.config
         self._late = isinstance(config, Transformer) and record(config).late is not None
-        self._beginnings = KvStore(0)  # keeps none itself: readers share what they hold
+        self._beginnings = KvStore(0)  # keeps none itself: the sessions share what they hold
 
     @cached_property
     def _gain(self) -> _F32:
@@ -229,10 +229,6 @@ class TextReader:
         of_state = partial(direction, self._gain, dimensions)
         return TextsTicket(Request.single({"timeout": timeout}), ids, dimensions, of_state, Embeddings)
 
-    def own(self, tickets: Sequence[Ticket]) -> list[TextsTicket[Any]]:
-        """The requests for vectors or scores among ``tickets``."""
-        return [ticket for ticket in tickets if isinstance(ticket, TextsTicket)]
-
     def turn(self, tickets: Sequence[TextsTicket[Any]], most: int) -> None:
         """Run one pass over at most ``most`` rows, of several texts if they fit. Short requests go first."""
         for ticket in tickets:
@@ -252,8 +248,8 @@ class TextReader:
                 ticket.finish(error)
             return
         if pieces and not any(ticket.unread for ticket in running):
-            for reader in self._readers:
-                reader.rewind(0)
+            for session in self._sessions:
+                session.rewind(0)
         for ticket in running:
             if not ticket.unread:
                 ticket.end(nothing("stop"))
@@ -261,31 +257,31 @@ class TextReader:
     def _pieces(
         self, running: Sequence[TextsTicket[Any]], most: int
     ) -> Iterator[tuple[TextsTicket[Any], Rows]]:
-        """The pieces of texts that a pass reads, and their readers. A partly read text keeps its reader.
+        """The pieces of texts that a pass reads, with their sessions. A partly read text keeps its own.
 
         A text, and all behind it, wait while another reads their common beginning, which is then shared.
         """
-        free, begun = list(self._readers), list[list[int]]()
+        free, begun = list(self._sessions), list[list[int]]()
         for ticket, text in ((owner, text) for owner in running for text in owner.unread):
-            if not most or len(self._readers) - len(free) == _AT_ONCE:
+            if not most or len(self._sessions) - len(free) == _AT_ONCE:
                 return
-            held = max((reader.shared_prefix(text) for reader in self._readers), default=0)
+            held = max((session.shared_prefix(text) for session in self._sessions), default=0)
             if any(shared_length(other, text) >= held + BLOCK for other in begun):
                 return
             begun.append(text)
             if not free:
                 free.append(self._model.session())
-                self._readers.append(free[0])
-            reader = max(free, key=lambda session: (session.shared_prefix(text), -session.length))
-            free.remove(reader)
-            others = [other for other in self._readers if other is not reader]
-            self._beginnings.fetch(reader, text, others, on_disk=False)
-            reader.rewind(min(reader.shared_prefix(text), len(text) - 1))
-            reader.reserve(len(text))
-            piece = text[reader.length : reader.length + most]
+                self._sessions.append(free[0])
+            session = max(free, key=lambda one: (one.shared_prefix(text), -one.length))
+            free.remove(session)
+            others = [other for other in self._sessions if other is not session]
+            self._beginnings.fetch(session, text, others, on_disk=False)
+            session.rewind(min(session.shared_prefix(text), len(text) - 1))
+            session.reserve(len(text))
+            piece = text[session.length : session.length + most]
             most -= len(piece)
-            ends = reader.length + len(piece) == len(text)
-            yield ticket, Rows(reader, piece, int(ends and self._late))  # for its state, not its logits
+            ends = session.length + len(piece) == len(text)
+            yield ticket, Rows(session, piece, int(ends and self._late))  # for its state, not its logits
 
     def _tokens(self, field: str, text: _Text, instruction: str | None, end: int | None) -> list[int]:
         """The tokens that the model reads for a text, which errors name ``field``."""

@@ -67,7 +67,7 @@ def _draft(sequences: list[Sequence], prices: Prices) -> None:
         passes = step_shares(rows, seconds)
         for (sequence, _), predicted, passed in zip(asked, predictions, passes, strict=True):
             with sequence.ticket.ending_on_error():
-                if part := sequence.take_drafter(predicted, passed):
+                if part := sequence.take(predicted, passed):
                     wanted.append((sequence, part))
 
 

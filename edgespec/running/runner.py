@@ -97,7 +97,7 @@ class Runner:
             )
         self.at_once = 1 if self.own is not None or not self.session.model.takes_several else options.parallel
         self.seats = [Seat(self.session, None if self.side is None else self.side.session, self.caches)]
-        self.readers, self._where = list[Session](), self._placements()
+        self.text_sessions, self._where = list[Session](), self._placements()
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
         self._is_closed = False
@@ -246,11 +246,15 @@ class Runner:
             )
         from edgespec.running.embedding import TextReader
 
-        return TextReader(self.target, self.session.model, self.readers)
+        return TextReader(self.target, self.session.model, self.text_sessions)
 
     def texts(self, tickets: list[Ticket]) -> "list[TextsTicket[Any]]":
         """Those of the tickets whose texts become vectors or scores."""
-        return self.text_reader.own(tickets) if "text_reader" in vars(self) else []
+        if "text_reader" not in vars(self):
+            return []
+        from edgespec.running.embedding import TextsTicket
+
+        return [ticket for ticket in tickets if isinstance(ticket, TextsTicket)]
 
     def read_texts(self, texts: "list[TextsTicket[Any]]", beside: int) -> None:
         """Read texts that become vectors or scores, in a pass of their own.
@@ -308,9 +312,9 @@ class Runner:
 
     @property
     def _sessions(self) -> list[Session]:
-        """The sessions of all seats, and readers."""
+        """The sessions of all seats and texts."""
         drafters = [seat.drafter for seat in self.seats if seat.drafter is not None]
-        return [*(seat.target for seat in self.seats), *drafters, *self.readers]
+        return [*(seat.target for seat in self.seats), *drafters, *self.text_sessions]
 
     def _seat(self, tokens: list[int]) -> Seat:
         """A free seat, whose target holds the longest known beginning of ``tokens``."""

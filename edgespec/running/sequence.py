@@ -120,7 +120,7 @@ class Sequence:
         wanted = self._policy.begin(self.tokens, limit, prices)
         return self._spend(wanted, self.answer.clock() - began)
 
-    def take_drafter(self, predictions: Predictions, passed: Passed) -> Rows | None:
+    def take(self, predictions: Predictions, passed: Passed) -> Rows | None:
         """Go on drafting with the predictions for the drafter's rows; returns the next ones, or None."""
         began = self.answer.clock()
         wanted = self._policy.take(predictions, passed)
@@ -173,7 +173,7 @@ class Sequence:
             return self.tokens[start:end]
         return self._pictures.tokens[start:end] + self.tokens[max(start, len(self._pictures.tokens)) : end]
 
-    def take(self, predictions: Predictions, passed: Passed) -> Round | None:
+    def commit(self, predictions: Predictions, passed: Passed) -> Round | None:
         """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted."""
         features = self._features = joined(self._features, predictions.hidden)
         if self.ticket.request.prompt_logprobs:
@@ -226,7 +226,7 @@ class Sequence:
 
     def advance(self, predictions: Predictions, passed: Passed) -> None:
         """Put the records of a pass onto the ticket, and end the request if it is complete."""
-        round_, session = self.take(predictions, passed), self.session
+        round_, session = self.commit(predictions, passed), self.session
         if self._progress is not None:
             seconds = self.answer.clock() - self.answer.started
             self._progress = replace(self._progress, read=session.length, seconds=seconds)

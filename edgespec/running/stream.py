@@ -147,7 +147,7 @@ class Stream(
         while not ticket.readable:
             ticket.wait(LOOK_S)
             self._look()
-        return self._take()
+        return self._get()
 
     async def _next_async(self) -> Record | None:
         ticket = self._ticket
@@ -159,11 +159,11 @@ class Stream(
         except BaseException:
             self.cancel()
             raise
-        return self._take()
+        return self._get()
 
-    def _take(self) -> Record | None:
+    def _get(self) -> Record | None:
         """Take the next record that is there, and call ``on_progress`` if it is about progress."""
-        record, on_progress = self._ticket.take(), self._ticket.request.on_progress
+        record, on_progress = self._ticket.get(), self._ticket.request.on_progress
         if on_progress is not None and record is not None and record.progress is not None:
             try:
                 on_progress(record.progress)

@@ -168,10 +168,10 @@ class Ticket:
 
     @property
     def readable(self) -> bool:
-        """Whether :meth:`take` returns at once with a record, the end, or an error."""
+        """Whether :meth:`get` returns at once with a record, the end, or an error."""
         return bool(self._records) or self.result is not None
 
-    def take(self) -> Record | None:
+    def get(self) -> Record | None:
         """The next record, or None at the end."""
         with self._changed:
             if self._records:

@@ -96,7 +96,7 @@ def test_scales_and_minimums_grow_as_those_of_merged_blocks_do(tmp_path: Path, k
         for value in decoder.parameters.values():
             value.add_(torch.linspace(-0.2, 0.2, value.numel()).reshape(value.shape))
         changes = decoder.changes()
-        decoder.take(changes)
+        decoder.load(changes)
         result = decoder.product("layers.1.down", inputs)
     Alignment(Origin("m", digest, "t", 1, 0.0, 1.0, {}), changes).write(file)
     with open_aligned(source, file) as aligned:
@@ -127,7 +127,7 @@ def test_training_makes_guesses_right_and_the_file_keeps_it(tmp_path: Path, kind
         before = count_right(decoder, texts)
         train(decoder, texts, options)
         changes = decoder.changes()
-        decoder.take(changes)
+        decoder.load(changes)
         after = count_right(decoder, texts)
     assert before.keys() == after.keys() == {"even", "odd"}
     assert sum(right for right, _ in before.values()) < 12

@@ -286,11 +286,11 @@ def decode(
     """All rounds of one request that has the target for itself."""
     one = loop_of(target, in_loop(source), verify, tokens, clock=clock, **options)
     while one.reason is None:
-        alone(one.propose(prices), one.take_drafter, clock)
+        alone(one.propose(prices), one.take, clock)
         rows, began = one.rows(target.model.piece, len(one.draft.tokens)), clock()
         (outputs,) = target.model.predict_together([rows])
         passed = clock() - began
-        round_ = one.take(outputs, Passed(len(rows.tokens), passed, passed))
+        round_ = one.commit(outputs, Passed(len(rows.tokens), passed, passed))
         if round_ is not None:
             yield round_
 

@@ -241,7 +241,7 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
         rows = decoding.rows(8, 0)
         left.append(decoding.unread)
         (said,) = target.model.predict_together([rows])
-        round_ = decoding.take(said, Passed(1, 0.0, 0.0))
+        round_ = decoding.commit(said, Passed(1, 0.0, 0.0))
         assert (round_ is None) == (decoding.unread > 0)
     assert target.passes == [8, 8, 3, 1] and left == [18, 10, 2, 0]
     assert len(tokens) == 26 and target.cache == tokens[:-1]

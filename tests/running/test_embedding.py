@@ -175,9 +175,9 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
     driven.run()
     with pytest.raises(Cancelled, match=r"\d of 5 texts are unread: cancelled"):
         ticket.outcome(stream.result.finish_reason)
-    assert any(reader.length for reader in runner_of(driven.model).readers)
+    assert any(session.length for session in runner_of(driven.model).text_sessions)
     driven.model.forget()
-    assert not any(reader.length for reader in runner_of(driven.model).readers)
+    assert not any(session.length for session in runner_of(driven.model).text_sessions)
     late, waiting = queued(driven, "x", timeout=1e-9)
     driven.run()
     with pytest.raises(Cancelled, match="not finished within 1e-09 s"):

@@ -105,7 +105,7 @@ def test_the_query_is_read_once_and_texts_share_passes(model: Model, monkeypatch
     behind = len(model.tokenize(SUFFIX + texts[0], special=True))
     assert sum(map(sum, passes)) < together.tokens[0] + 8 * (behind + 16)
     assert max(map(len, passes)) == 4
-    assert not any(reader.length for reader in runner_of(model).readers)
+    assert not any(session.length for session in runner_of(model).text_sessions)
 
 
 def test_texts_cannot_forge_the_template(model: Model) -> None:

@@ -145,7 +145,7 @@ def test_what_another_reads_is_not_read_twice() -> None:
 def taken(stream: Stream) -> list[Any]:
     records = []
     while stream._ticket._records:
-        records.append(stream._ticket.take())
+        records.append(stream._ticket.get())
     return records
 
 

@@ -256,7 +256,7 @@ def test_what_is_told_of_the_end_may_fail() -> None:
     ticket = Ticket(Request(), ended=lambda result: 1 // 0)  # type: ignore[arg-type]
     ticket.end(nothing("stop"))
     with pytest.raises(ZeroDivisionError):
-        ticket.take()
+        ticket.get()
     assert ticket.result == nothing("stop")
 
 

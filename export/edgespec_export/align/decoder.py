@@ -112,7 +112,7 @@ class TorchDecoder(Backend):
         """The trained parameters in the form of an alignment."""
         return {name: Codes.of(change) for name, change in self._changes()}
 
-    def take(self, changes: Mapping[str, Codes]) -> None:
+    def load(self, changes: Mapping[str, Codes]) -> None:
         """Continue from an alignment's parameters, with their rounding."""
         for name, codes in changes.items():
             values = codes.values()
