@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from edgespec.asking.request import RequestOptions as RequestOptions
     from edgespec.decoding.draft import Draft as Draft
     from edgespec.decoding.draft import Drafter as Drafter
-    from edgespec.decoding.draft import Progress as Progress
+    from edgespec.decoding.draft import PromptProgress as PromptProgress
     from edgespec.decoding.draft import Round as Round
     from edgespec.decoding.grammar import AnyJson as AnyJson
     from edgespec.decoding.grammar import Choice as Choice
@@ -71,7 +71,7 @@ _NAMES_BY_HOME = {
     "edgespec.running.embedding": "EmbeddingOptions Embeddings RerankOptions Scores",
     "edgespec.asking.request": "RequestOptions",
     "edgespec.answering.results": ("Generation GenerationStats Record SourceStats TokenRecord ToolCall"),
-    "edgespec.decoding.draft": "Draft Drafter Progress Round",
+    "edgespec.decoding.draft": "Draft Drafter PromptProgress Round",
     "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",
     "edgespec.loading.footprint": "Plan",

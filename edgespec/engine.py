@@ -266,7 +266,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         return self._adapting(progress).run(cancelled)
 
     def _adapting(self, progress: ProgressCallback = ignore_progress) -> "Adapting":
-        from edgespec.history.adapting import Adapting, Prices, check_can_train
+        from edgespec.history.adapting import Adapting, PassTimes, check_can_train
 
         check_can_train()
         if self._learner is None or self.drafter_step_s is None:
@@ -274,7 +274,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         if self._runner.history is not None:
             self._runner.history.flush()
         rows = {n: self.cost_curve.seconds(n) for n in range(1, 10)}
-        return Adapting(self._learner, Prices(rows, self.drafter_step_s), progress)
+        return Adapting(self._learner, PassTimes(rows, self.drafter_step_s), progress)
 
     def _adapt_if_due(self) -> "Adapting | None":
         return self._adapting() if self._learner is not None and self._learner.is_due() else None

@@ -17,7 +17,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from edgespec.align.run import share, torch_device, trained, turn_text
-from edgespec.history.adapting import Prices
+from edgespec.history.adapting import PassTimes
 from edgespec.history.changes import FEWEST, Adaptation, Learner
 from edgespec.history.store import Scope, StoredTurn
 from edgespec_export.align.alignment import Alignment, read_alignment
@@ -35,7 +35,7 @@ _OPTIONS: Final = TrainingOptions(batch_tokens=_BATCH_TOKENS)
 
 def adapt(
     learner: Learner,
-    prices: Prices,
+    prices: PassTimes,
     *,
     device: str = "cpu",
     options: TrainingOptions = _OPTIONS,
@@ -62,7 +62,7 @@ def adapt(
 
 def _adapt(
     learner: Learner,
-    prices: Prices,
+    prices: PassTimes,
     device: str,
     options: TrainingOptions,
     progress: ProgressCallback,
@@ -107,13 +107,13 @@ def _adapt(
     return Adaptation(better, len(taught), len(held), change.origin.tokens, *shares, *speeds)
 
 
-def prices_of(target: Bundle, drafter: Bundle) -> Prices:
-    """Prices by bytes, for models that are not loaded: bytes are what passes on a CPU cost."""
+def prices_of(target: Bundle, drafter: Bundle) -> PassTimes:
+    """PassTimes by bytes, for models that are not loaded: bytes are what passes on a CPU cost."""
     step = drafter.manifest.size_bytes / target.manifest.size_bytes
-    return Prices({n: 1.0 + _ROW * (n - 1) for n in range(1, _LONGEST + 2)}, step)
+    return PassTimes({n: 1.0 + _ROW * (n - 1) for n in range(1, _LONGEST + 2)}, step)
 
 
-def speed(guesses: Sequence[Sequence[bool]], prices: Prices) -> float:
+def speed(guesses: Sequence[Sequence[bool]], prices: PassTimes) -> float:
     """Times plain decoding of drafts of the best constant length, of which these guesses are right."""
 
     def seconds(length: int) -> float:
@@ -213,8 +213,8 @@ def _learner(value: dict[str, Any]) -> Learner:
     return Learner(scope=Scope(**value["scope"]), **paths)
 
 
-def _prices(value: dict[str, Any]) -> Prices:
-    return Prices({int(rows): seconds for rows, seconds in value["target_s"].items()}, value["drafter_s"])
+def _prices(value: dict[str, Any]) -> PassTimes:
+    return PassTimes({int(rows): seconds for rows, seconds in value["target_s"].items()}, value["drafter_s"])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
-from edgespec.decoding.draft import Progress, Remarks, Round
+from edgespec.decoding.draft import PromptProgress, Remarks, Round
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
 """Why an answer ended: the model or a stop string ended it (stop), it reached its limit or the context's
@@ -92,7 +92,7 @@ class Record:
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
     thoughts: tuple[str, ...] = ()
-    progress: Progress | None = None
+    progress: PromptProgress | None = None
     prompt: tuple[TokenRecord, ...] = ()
 
     @property

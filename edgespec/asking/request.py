@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec
 
 from edgespec.asking.images import with_images
 from edgespec.asking.pictures import Pictures, with_markers, without_images
-from edgespec.decoding.draft import Drafter, Progress
+from edgespec.decoding.draft import Drafter, PromptProgress
 from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.loading.options import ImageTokens
@@ -67,7 +67,7 @@ class RequestOptions(TypedDict, total=False):
     prompt_cache: bool
     cancelled: Callable[[], bool]
     timeout: float | None
-    on_progress: Callable[[Progress], None] | None
+    on_progress: Callable[[PromptProgress], None] | None
     temperature: float
     top_k: int
     top_p: float
@@ -117,8 +117,9 @@ class Request:
             when it returns True.
         timeout: Seconds that the request may take, waiting included. The answer is what was written until
             then.
-        on_progress: A function that gets an :class:`edgespec.Progress` while a long prompt is read, in the
-            thread or task that waits for the answer. An error in it cancels the request and is raised there.
+        on_progress: A function that gets an :class:`edgespec.PromptProgress` while a long prompt is read, in
+            the thread or task that waits for the answer. An error in it cancels the request and is raised
+            there.
         n: The number of answers. Answer i has the seed ``seed + i``; greedy answers are equal, so one is
             decoded.
         logprobs: Return the log probability of each token of the answer.
@@ -158,7 +159,7 @@ class Request:
     prompt_cache: bool = True
     cancelled: Callable[[], bool] = lambda: False
     timeout: Annotated[float, within(above=0)] | None = None
-    on_progress: Callable[[Progress], None] | None = None
+    on_progress: Callable[[PromptProgress], None] | None = None
     n: Annotated[int, within(1, 128)] = 1
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0

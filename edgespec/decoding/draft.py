@@ -130,7 +130,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PromptProgress:
     """How much of a prompt has been read.
 
     Attributes:

@@ -31,7 +31,7 @@ _LOG = logging.getLogger("edgespec")
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class PassTimes:
     """Seconds of passes, by which a change is judged: of the target by rows, and of a step of the drafter."""
 
     target_s: Mapping[int, float]
@@ -49,7 +49,7 @@ def check_can_train() -> None:
 class Adapting:
     """A process that trains. ``report`` gets its progress, in a thread of its own."""
 
-    def __init__(self, learner: Learner, prices: Prices, report: ProgressCallback) -> None:
+    def __init__(self, learner: Learner, prices: PassTimes, report: ProgressCallback) -> None:
         self._report, self._error = report, "the process ended"
         self._result: Adaptation | None = None
         task = {"learner": asdict(learner), "prices": asdict(prices)}

@@ -62,7 +62,7 @@ def folder_of(options: ExportOptions, name: str, mark: str) -> Path:
     return bundles_dir() / f"{name}-{mark}-{options.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
-def look_up(path: Path, name: str, options: ExportOptions) -> Found:
+def found_at(path: Path, name: str, options: ExportOptions) -> Found:
     """The bundle at ``path``, of the checkpoint there, or of the catalogue's entry ``name``.
 
     If the bundle does not exist yet, return its source instead: the checkpoint's path, or the entry.
@@ -94,7 +94,7 @@ def open_made(
     made = None if source is None or not path.exists() else made_for(path, source, options)
     if made is not None:
         return made
-    model: Found = path if path == source and _is_head(path, source) else look_up(path, name, options)
+    model: Found = path if path == source and _is_head(path, source) else found_at(path, name, options)
     if isinstance(model, Bundle):
         return model
     check_weights(options)

@@ -74,7 +74,7 @@ def plan(
     if adapters:
         first = replace(first, name=" + ".join((first.name, *adapters)))
     if drafter == "auto":
-        drafter = recommended(located, first.export_bytes, str(target), portable=not _is_native(weights))
+        drafter = _drafter_of(located, first.export_bytes, str(target), portable=not _is_native(weights))
         if Path(target).exists() and not (Path(drafter).exists() or pulled_place(drafter)):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
@@ -120,10 +120,10 @@ def look_up(
             f"{reference} is not on this machine, and a plan needs its files; run 'edgespec pull "
             f"{reference}' first"
         )
-    return first_use.look_up(path, str(reference), ExportOptions(role, weights, adapters=adapters))
+    return first_use.found_at(path, str(reference), ExportOptions(role, weights, adapters=adapters))
 
 
-def recommended(
+def _drafter_of(
     target: Found | HubName, export_bytes: int, reference: str = "", *, portable: bool = False
 ) -> str:
     """The drafter that ``"auto"`` would choose, by the bundle, the catalogue, or the file and its export."""

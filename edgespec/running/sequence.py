@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from edgespec.answering.answer import Answer, TopLogprobs
 from edgespec.answering.results import FinishReason, Record
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Progress, Round
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, PromptProgress, Round
 from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
@@ -84,9 +84,9 @@ class Sequence:
         self._pictures = ticket.prompt.pictures
         known = session.shared_prefix(self._named(0, len(tokens) - 1))
         held = answer.cached_tokens = session.rewind(known)
-        self._progress: Progress | None = None  # of a prompt that takes several passes
+        self._progress: PromptProgress | None = None  # of a prompt that takes several passes
         if self.unread >= session.model.piece:
-            self._progress = Progress(len(tokens), held, held, 0.0)
+            self._progress = PromptProgress(len(tokens), held, held, 0.0)
 
     def begin(self) -> None:
         """Tell the readers that the request runs."""

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from edgespec.answering.attribution import Attribution
 from edgespec.answering.results import Generation
 from edgespec.asking.request import Hole, PromptInput, RequestOptions, text_prompt
-from edgespec.decoding.draft import Progress
+from edgespec.decoding.draft import PromptProgress
 from edgespec.engine import Model
 from edgespec.models import Models
 from edgespec.running.embedding import Embeddings, Scores
@@ -35,8 +35,7 @@ from edgespec.serve.replies import (
     vectors_json,
 )
 from edgespec_models.errors import Cancelled, EdgespecError, RequestError
-from edgespec_models.progress import Progress as LoadProgress
-from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
 T = TypeVar("T")
 R = TypeVar("R", Embeddings, Scores)
@@ -246,8 +245,8 @@ class _EventStream(StreamingResponse):
         self._with_usage = options is not None and options.include_usage
         self._answers: Answers | None = None
         self._coming = dict[asyncio.Future[list[Json] | None], tuple[Stream, AsyncIterator[list[Json]]]]()
-        self._loads = deque[LoadProgress](maxlen=1)  # written by the thread that loads
-        self._read: Progress | None = None
+        self._loads = deque[Progress](maxlen=1)  # written by the thread that loads
+        self._read: PromptProgress | None = None
         self._ended = False
         self._loading = asyncio.ensure_future(completions.use(request, job.body.model, self._loads.append))
 
@@ -379,7 +378,7 @@ class _EventStream(StreamingResponse):
         return self._reply.line({**chunk, "usage": None} if self._with_usage else chunk)
 
 
-def _stage(load: LoadProgress) -> str:
+def _stage(load: Progress) -> str:
     """The present stage; empty when a stage has ended."""
     share = f" {100 * load.done // load.total} %" if load.total else ""
     return f", {load.stage}{share}" if load.done != load.total else ""

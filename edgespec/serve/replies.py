@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from edgespec.answering.attribution import Attribution
 from edgespec.answering.results import Generation, Record, SourceStats, TokenRecord, call_id
-from edgespec.decoding.draft import Progress
+from edgespec.decoding.draft import PromptProgress
 from edgespec.engine import Model
 from edgespec.running.embedding import Embeddings, Scores
 from edgespec.serve.problems import Problem
@@ -120,7 +120,7 @@ class Reply(ABC):
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """The events of a piece; ``shown`` are its tokens as :class:`Attribution` cut them."""
 
-    def reading(self, progress: Progress) -> list[Json]:
+    def reading(self, progress: PromptProgress) -> list[Json]:
         """An event about the reading of the prompt."""
         return []
 
@@ -214,7 +214,7 @@ class _Completion(Reply):
     def _to_prompt(self, at: int, count: int) -> Sequence[Self]:
         return self.choices(range(at * self.n, at * self.n + count))
 
-    def reading(self, progress: Progress) -> list[Json]:
+    def reading(self, progress: PromptProgress) -> list[Json]:
         """A chunk about the reading of the prompt, in llama.cpp's form: beside an empty piece."""
         so_far = {"total": progress.total, "cache": progress.cached, "processed": progress.read}
         progress_json = {"prompt_progress": {**so_far, "time_ms": round(progress.seconds * 1e3)}}

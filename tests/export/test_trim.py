@@ -18,7 +18,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs import calibration, trim
 from edgespec_export.graphs.calibration import read_texts, shipped_texts, written_by
 from edgespec_export.graphs.parity import Golden, check_parity
-from edgespec_export.graphs.trim import Ranking, TrimChoice, weigh
+from edgespec_export.graphs.trim import TokenOrder, TrimChoice, weigh
 from edgespec_export.options import TrimSize
 from edgespec_models.bundles.bundle import HEAD_TOKENS, Bundle
 from edgespec_models.decoders.transformer import Transformer
@@ -41,16 +41,16 @@ KEPT = 320
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 
 
-def _ranking(name: str = "bytes") -> Ranking:
-    return Ranking([list(CORPUS)], TOKENIZERS[name], [2])
+def _order(name: str = "bytes") -> TokenOrder:
+    return TokenOrder([list(CORPUS)], TOKENIZERS[name], [2])
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=50)
 @given(data=st.binary(max_size=40))
 def test_whatever_is_kept_every_text_can_be_written(name: str, data: bytes) -> None:
-    ranking = _ranking(name)
-    kept = set(ranking.tokens(ranking.required).tolist())
+    order = _order(name)
+    kept = set(order.tokens(order.required).tolist())
     tokenizer = TOKENIZERS[name]
     spelled = [next(t for t in kept if tokenizer.token_bytes(t) == data[i : i + 1]) for i in range(len(data))]
     assert tokenizer.bytes_of(spelled) == data
@@ -59,21 +59,21 @@ def test_whatever_is_kept_every_text_can_be_written(name: str, data: bytes) -> N
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_larger_vocabularies_hold_the_smaller_ones(name: str) -> None:
-    ranking = _ranking(name)
-    sizes = [*range(ranking.required, ranking.whole, 7), ranking.whole]
-    kept = [set(ranking.tokens(size).tolist()) for size in sizes]
+    order = _order(name)
+    sizes = [*range(order.required, order.whole, 7), order.whole]
+    kept = [set(order.tokens(size).tolist()) for size in sizes]
     assert all(small < large for small, large in itertools.pairwise(kept))
-    coverage = [ranking.coverage(size) for size in sizes]
+    coverage = [order.coverage(size) for size in sizes]
     assert coverage == sorted(coverage) and coverage[-1] == pytest.approx(1.0)
 
 
 def test_frequent_tokens_stay_and_every_source_weighs_the_same() -> None:
     tokenizer = TOKENIZERS["bytes"]
     words = set(tokenizer.encode(CORPUS[0]))
-    ranking = Ranking([[CORPUS[0]] * 9], tokenizer, [])
-    assert words <= set(ranking.tokens(ranking.required + len(words)).tolist())
-    alone = Ranking([[CORPUS[0]] * 5, [CORPUS[2]] * 5], tokenizer, [])
-    long = Ranking([[CORPUS[0]] * 500, [CORPUS[2]] * 5], tokenizer, [])
+    order = TokenOrder([[CORPUS[0]] * 9], tokenizer, [])
+    assert words <= set(order.tokens(order.required + len(words)).tolist())
+    alone = TokenOrder([[CORPUS[0]] * 5, [CORPUS[2]] * 5], tokenizer, [])
+    long = TokenOrder([[CORPUS[0]] * 500, [CORPUS[2]] * 5], tokenizer, [])
     for size in range(alone.required, alone.whole, 5):
         assert alone.tokens(size).tolist() == long.tokens(size).tolist()
 
@@ -81,37 +81,37 @@ def test_frequent_tokens_stay_and_every_source_weighs_the_same() -> None:
 def test_coverage_is_of_texts_that_were_not_counted() -> None:
     tokenizer = TOKENIZERS["bytes"]
     held, counted = " proposes" * 20, set(tokenizer.encode(CORPUS[0]))
-    ranking = Ranking([[held, *[CORPUS[0]] * 4]], tokenizer, [])  # the first of five is held out
-    kept = counted | set(ranking.tokens(ranking.required).tolist())
+    order = TokenOrder([[held, *[CORPUS[0]] * 4]], tokenizer, [])  # the first of five is held out
+    kept = counted | set(order.tokens(order.required).tolist())
     ids = tokenizer.encode(held)
-    assert ranking.coverage(len(kept)) == pytest.approx(sum(token in kept for token in ids) / len(ids))
-    assert ranking.coverage(len(kept)) < 1.0
+    assert order.coverage(len(kept)) == pytest.approx(sum(token in kept for token in ids) / len(ids))
+    assert order.coverage(len(kept)) < 1.0
 
 
 def test_sizes_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranking = _ranking()
-    least, most = ranking.required, ranking.whole - 1
+    order = _order()
+    least, most = order.required, order.whole - 1
     monkeypatch.setattr(trim, "CANDIDATES", (least - 1, least, most, most + 1))
-    assert ranking.candidates == (least, most)
+    assert order.candidates == (least, most)
     for size in (1, 200, 100_000):
         with pytest.raises(RequestError, match="can keep"):
-            ranking.check(size)
+            order.check(size)
     assert ExportOptions(trim=1).trim == 1
     with pytest.raises(RequestError, match="trim is 0"):
         ExportOptions(trim=0)
 
 
 def test_what_a_choice_promises_is_the_expected_rate() -> None:
-    ranking = _ranking()
+    order = _order()
     target = CostCurve({1: 1.0, 2: 1.1, 3: 1.2})
-    some, whole = weigh(ranking, {300: 0.5, ranking.whole: 0.6}, lambda rows: rows / 4000, target)
+    some, whole = weigh(order, {300: 0.5, order.whole: 0.6}, lambda rows: rows / 4000, target)
 
     def best(a: float, rows: int) -> float:
         return max(sum(a**i for i in range(k + 1)) / (1 + k / 10 + k * rows / 4000) for k in range(9))
 
-    assert some.relative_tokens_per_second == pytest.approx(best(0.5, 300) / best(0.6, ranking.whole))
+    assert some.relative_tokens_per_second == pytest.approx(best(0.5, 300) / best(0.6, order.whole))
     assert (some.acceptance, whole.acceptance) == (0.5, 0.6)
-    dear, _ = weigh(ranking, {300: 0.5, ranking.whole: 0.6}, float, target)  # nothing is drafted
+    dear, _ = weigh(order, {300: 0.5, order.whole: 0.6}, float, target)  # nothing is drafted
     assert dear.relative_tokens_per_second == 1.0
 
 

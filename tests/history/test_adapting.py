@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from edgespec import History
 from edgespec.align.adapting import adapt
 from edgespec.cli import app
-from edgespec.history.adapting import Adapting, Prices
+from edgespec.history.adapting import Adapting, PassTimes
 from edgespec.history.changes import Adaptation, Learner, learner_of
 from edgespec.history.passages import Turn
 from edgespec.history.store import Scope
@@ -29,7 +29,7 @@ from tests.kit.gguf import tiny_gguf
 from tests.kit.histories import SCOPE, learn, tokenizer, used
 
 OPTIONS = TrainingOptions(rate=0.02, passes=6, batch_tokens=256)
-PRICES = Prices({n: 1.0 + 0.1 * n for n in range(1, 10)}, 0.1)
+PRICES = PassTimes({n: 1.0 + 0.1 * n for n in range(1, 10)}, 0.1)
 pytestmark = pytest.mark.usefixtures("consoles")
 
 

@@ -20,7 +20,7 @@ from edgespec import History, LoadOptions
 from edgespec.align import adapting as training
 from edgespec.cli import app
 from edgespec.history import adapting, store
-from edgespec.history.adapting import Prices, WhenIdle
+from edgespec.history.adapting import PassTimes, WhenIdle
 from edgespec.history.changes import Learner, learner_of
 from edgespec.history.memory import Delta
 from edgespec.history.passages import Turn
@@ -206,7 +206,7 @@ def test_only_new_texts_are_trained_on(learner: Learner) -> None:
 
 
 def test_a_replay_takes_drafts_of_the_best_length() -> None:
-    prices = Prices({n: 1.0 + 0.1 * n for n in range(1, 10)}, 0.1)
+    prices = PassTimes({n: 1.0 + 0.1 * n for n in range(1, 10)}, 0.1)
     assert training.speed([[False] * 9], prices) == pytest.approx(1.1 / 1.3)
     all_right = training.speed([[True] * 90], prices)
     assert all_right == pytest.approx(9 * 1.1 / (1.9 + 0.8))

@@ -17,7 +17,7 @@ from weakref import ref
 
 import pytest
 
-from edgespec import Closed, LoadOptions, Model, Progress, RequestError, RequestOptions
+from edgespec import Closed, LoadOptions, Model, PromptProgress, RequestError, RequestOptions
 from edgespec.answering.results import Generation, Record, nothing
 from edgespec.asking.request import Request
 from edgespec.running.ticket import Ticket
@@ -151,7 +151,7 @@ LONG = "a prompt that is longer than what a pass of the toy reads"
 
 @pytest.mark.parametrize("tasks", [False, True])
 def test_progress_is_told_to_who_waits_and_is_no_text(tasks: bool) -> None:
-    told = list[tuple[Progress, threading.Thread]]()
+    told = list[tuple[PromptProgress, threading.Thread]]()
     new: RequestOptions = {"max_new_tokens": NEW}
     asked: RequestOptions = {
         **new,
@@ -179,7 +179,7 @@ def test_progress_is_told_to_who_waits_and_is_no_text(tasks: bool) -> None:
 
 @pytest.mark.parametrize("tasks", [False, True])
 def test_what_is_raised_over_progress_ends_the_request(tasks: bool) -> None:
-    def tell(progress: Progress) -> None:
+    def tell(progress: PromptProgress) -> None:
         if progress.read == 16:
             raise KeyboardInterrupt if not tasks else ValueError("enough")
 

@@ -65,7 +65,7 @@ class TrimChoice:
     relative_tokens_per_second: float
 
 
-class Ranking:
+class TokenOrder:
     """The order in which tokens stay, and the coverage of the first ones.
 
     ``whole`` are tokens of the vocabulary; ``required`` ones always stay. ``held_tokens`` are the held-out
@@ -134,27 +134,27 @@ def plan_trim(
     if options.trim == "auto" and tokenizer.vocab_size <= CANDIDATES[0]:
         return None
     sources, target = _sources(options, progress)
-    ranking = Ranking(sources, tokenizer, special.eos)
-    sizes = (options.trim,) if isinstance(options.trim, int) else ranking.candidates
+    order = TokenOrder(sources, tokenizer, special.eos)
+    sizes = (options.trim,) if isinstance(options.trim, int) else order.candidates
     for size in sizes:
-        ranking.check(size)
+        order.check(size)
     progress(Progress(_STAGE, 0, 1, "step"))
     try:
         scratch.mkdir(parents=True)
-        write(scratch, ranking.tokens(ranking.whole))
+        write(scratch, order.tokens(order.whole))
         bundle = Bundle(scratch)
         with closing(open_cpu(bundle, CpuOptions(exact_rows=False))) as session:
             step_s = _steps(bundle.manifest, measure_cost(session, (1,)).seconds(1))
-            acceptance = _acceptance(session, ranking, (*sizes, ranking.whole), special)
+            acceptance = _acceptance(session, order, (*sizes, order.whole), special)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     progress(Progress(_STAGE, 1, 1, "step"))
-    choices = weigh(ranking, acceptance, step_s, target or _typical_target(step_s(ranking.whole)))
+    choices = weigh(order, acceptance, step_s, target or _typical_target(step_s(order.whole)))
     chosen = choices[0] if isinstance(options.trim, int) else _best(choices)
-    if chosen.rows == ranking.whole:
+    if chosen.rows == order.whole:
         return None
-    weighed = {"of": ranking.whole, "texts": ranking.texts, "choices": [asdict(choice) for choice in choices]}
-    return ranking.tokens(chosen.rows), {**asdict(chosen), **weighed}
+    weighed = {"of": order.whole, "texts": order.texts, "choices": [asdict(choice) for choice in choices]}
+    return order.tokens(chosen.rows), {**asdict(chosen), **weighed}
 
 
 def keep_frequent(
@@ -168,12 +168,12 @@ def keep_frequent(
     A head's acceptance cannot be measured without the states of its target.
     """
     tokenizer, special = vocabulary
-    ranking = Ranking(_sources(options, progress)[0], tokenizer, special.eos)
-    ranking.check(rows)
-    if rows == ranking.whole:
+    order = TokenOrder(_sources(options, progress)[0], tokenizer, special.eos)
+    order.check(rows)
+    if rows == order.whole:
         return None
-    facts = {"rows": rows, "of": ranking.whole, "coverage": ranking.coverage(rows), "texts": ranking.texts}
-    return ranking.tokens(rows), facts
+    facts = {"rows": rows, "of": order.whole, "coverage": order.coverage(rows), "texts": order.texts}
+    return order.tokens(rows), facts
 
 
 def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
@@ -209,12 +209,12 @@ def _steps(manifest: Manifest, whole_s: float) -> Callable[[int], float]:
 
 
 def _acceptance(
-    session: Session, ranking: Ranking, sizes: Sequence[int], special: SpecialTokens
+    session: Session, order: TokenOrder, sizes: Sequence[int], special: SpecialTokens
 ) -> dict[int, float]:
     """Share of held-out tokens that are the drafter's first guess, given the text before, by size."""
     bos = prompt_start(special)
     right, total = dict.fromkeys(sizes, 0), 0
-    for tokens in ranking.held_tokens[:_HELD_TEXTS]:
+    for tokens in order.held_tokens[:_HELD_TEXTS]:
         ids = [*bos, *tokens[:_HELD_TOKENS]]
         if len(ids) <= _UNJUDGED + 1:
             continue
@@ -222,7 +222,7 @@ def _acceptance(
         logits = session.predict(ids[_UNJUDGED:-1]).logits
         truth = np.array(ids[_UNJUDGED + 1 :])
         for size in sizes:
-            kept = ranking.tokens(size, held_out=True)
+            kept = order.tokens(size, held_out=True)
             right[size] += int((kept[logits[:, kept].argmax(axis=1)] == truth).sum())
         total += len(truth)
     session.rewind(0)
@@ -235,7 +235,7 @@ def _typical_target(step_s: float) -> CostCurve:
 
 
 def weigh(
-    ranking: Ranking, acceptance: Mapping[int, float], step_s: Callable[[int], float], target: CostCurve
+    order: TokenOrder, acceptance: Mapping[int, float], step_s: Callable[[int], float], target: CostCurve
 ) -> tuple[TrimChoice, ...]:
     """The effects of each size on speed.
 
@@ -247,7 +247,7 @@ def weigh(
     rates = {size: _rate(accepted, step_s(size), target) for size, accepted in acceptance.items()}
     return tuple(
         TrimChoice(
-            size, ranking.coverage(size), acceptance[size], step_s(size) * 1000, rate / rates[ranking.whole]
+            size, order.coverage(size), acceptance[size], step_s(size) * 1000, rate / rates[order.whole]
         )
         for size, rate in rates.items()
     )
