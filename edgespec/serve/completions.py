@@ -246,7 +246,7 @@ class _EventStream(StreamingResponse):
         self._answers: Answers | None = None
         self._coming = dict[asyncio.Future[list[Json] | None], tuple[Stream, AsyncIterator[list[Json]]]]()
         self._loads = deque[Progress](maxlen=1)  # written by the thread that loads
-        self._read: PromptProgress | None = None
+        self._reading = dict[Stream, PromptProgress | None]()  # None behind the prompt
         self._ended = False
         self._loading = asyncio.ensure_future(completions.use(request, job.body.model, self._loads.append))
 
@@ -296,7 +296,7 @@ class _EventStream(StreamingResponse):
         attribution, has_begun = Attribution(self._reply.tokenizer), False
         async for record in stream.records():
             progress, chunks = record.progress, list[Json]()
-            self._read = progress
+            self._reading[stream] = progress
             self._count.tokens += len(record.tokens)
             if record.finish_reason in _WITHOUT_TIME and not (has_begun or record.tokens):
                 continue  # which is an error, unless other answers have tokens
@@ -370,9 +370,12 @@ class _EventStream(StreamingResponse):
     def _waits_for(self) -> str:
         if place := self._place:
             return f"waiting, {place} before it"
-        if self._read is not None:
-            return f"reading the prompt, {self._read.read} of {self._read.total} tokens"
-        return "working"
+        running = [self._reading.get(stream) for stream, _ in self._coming.values() if not stream.place]
+        reading = [progress for progress in running if progress is not None]
+        if len(reading) < len(running):
+            return "working"
+        last = max(reading, key=lambda progress: progress.read / progress.total)
+        return f"reading the prompt, {last.read} of {last.total} tokens"
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
         return self._reply.line({**chunk, "usage": None} if self._with_usage else chunk)

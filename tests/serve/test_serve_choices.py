@@ -1,5 +1,6 @@
 """Several answers in one stream: whose pieces they are, what they cost, and that they end together."""
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -15,7 +16,7 @@ from edgespec.loading.options import LoadOptions
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
 from tests.kit.models import VOCAB, printable, toy_model
-from tests.kit.serving import ask, events, serving
+from tests.kit.serving import ask, events, open_stream, serving
 from tests.kit.toy import ToySession, markov_logits
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -224,3 +225,21 @@ def test_more_prompts_than_the_queue_has_places_are_answered(stream: bool) -> No
         if stream:
             reply = ask(url, TEXT, body | {"stream": True})
             assert texts(events(reply)[:-1]) == [choice["text"] for choice in whole["choices"]]
+
+
+def test_comments_tell_of_the_answer_that_is_furthest(impatient: Callable[[float, float], None]) -> None:
+    """Beside one that is written the prompt of another is read, and goes on when the first has ended."""
+    impatient(0.02, 1.0)
+    body = {"model": "toy", "prompt": ["x", LONG * 2], "max_tokens": 4, "stream": True}
+    begun, ended, told = set[int](), set[int](), {True: set[str](), False: set[str]()}
+    with slow(0.01, Event(), 2) as model, serving(model) as url, open_stream(url, body, TEXT) as response:
+        for line in map(bytes.decode, response):
+            if line.startswith(": "):
+                told[begun > ended].add(line.split(",")[0].strip())
+            elif line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                begun.add(choice["index"])
+                if choice["finish_reason"] is not None:
+                    ended.add(choice["index"])
+    assert begun == ended == {0, 1}
+    assert told[True] == {": working"} and ": reading the prompt" in told[False]
