@@ -169,7 +169,6 @@ class DeviceMemory(Memory):
         return value
 
     def write(self, value: Any, array: _Array) -> None:
-        """Copy ``array`` to ``value``."""
         with _GPU:
             value.update_inplace(array)
 
@@ -189,7 +188,6 @@ class DeviceMemory(Memory):
         return self.output(shape, dtype)
 
     def cache(self, layout: Sequence[KeptTensor]) -> KVBuffers:
-        """A KV cache that graphs write in place."""
         return DeviceCache(layout, self)
 
     def _allocate(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
@@ -216,7 +214,6 @@ class DeviceCache(KVBuffers):
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved."""
         return self._nbytes
 
     def reserve(self, capacity: int, keep: int) -> None:
@@ -232,7 +229,6 @@ class DeviceCache(KVBuffers):
             raise
 
     def clear(self) -> None:
-        """Free the memory."""
         self._values.clear()
         self._nbytes = self.capacity = 0
 

@@ -90,11 +90,9 @@ class _GraphModel(LoadedModel):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved for the KV caches of all sessions."""
         return self.cache.nbytes
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
-        """Run a pass for which there is room; for each part a row for each of its last ``rows``."""
         try:
             return self.run_pass(parts)
         except (MemoryError, *RUN_ERRORS) as error:
@@ -112,7 +110,6 @@ class _GraphModel(LoadedModel):
         """The error for a failed pass over this many tokens."""
 
     def close(self) -> None:
-        """Free what passes use."""
         self.cache.clear()
         self._session = None
 
@@ -192,7 +189,6 @@ class NativeModel(_GraphModel):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved for the kept tensors of all sessions."""
         return self.cache.nbytes + self.states.nbytes
 
     def offer(self, tokens: Sequence[int]) -> None:
@@ -208,13 +204,11 @@ class NativeModel(_GraphModel):
             self.head_tokens = np.concatenate([self._head_tokens, self._context.astype(np.int32)])
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
-        """Make room for ``capacity`` tokens in ``stretch``, and keep the tokens of all stretches."""
         self.unbind()
         self.states.reserve(1 + max((other.slot for other in self.stretches), default=0))
         self.cache.reserve(capacity + self._spare, len(stretch.tokens))
 
     def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
-        """A row for each of the last ``rows`` of each part."""
         order = self._hidden.order(parts)
         parts = [parts[at] for at in order]
         wanted = sum(part.rows for part in parts)
@@ -268,7 +262,6 @@ class NativeModel(_GraphModel):
         return DeviceError(f"a pass over {count} tokens failed: {error}")
 
     def close(self) -> None:
-        """Free what passes use."""
         self.unbind()
         self.states.clear()
         super().close()
@@ -331,7 +324,6 @@ class ForeignModel(_GraphModel):
         self.most_rows = max(1, _LOGITS_BYTES // (self._columns * self._logits.itemsize))
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
-        """Make room for ``capacity`` tokens in ``stretch``, keeping what it holds."""
         # With the context the model's rotary tables end.
         room = min(capacity + int(self._pairs), self.config.context_length)
         self.cache.reserve(room, len(stretch.tokens))

@@ -167,11 +167,9 @@ class SharedCache(KVBuffers):
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved."""
         return sum(array.nbytes for array in self.arrays)
 
     def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
         if not keep:
             self.clear()
         self._values.clear()
@@ -184,16 +182,13 @@ class SharedCache(KVBuffers):
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
     def view(self, start: int, end: int) -> list[_Array] | None:
-        """Keys and values of the tokens from ``start`` on and before ``end``."""
         return [array[:, :, start:end] for array in self.arrays]
 
     def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
-        """Put the first ``count`` tokens of such views behind ``start`` others."""
         for array, saved in zip(self.arrays, arrays, strict=True):
             array[:, :, start : start + count] = saved[:, :, :count]
 
     def clear(self) -> None:
-        """Free the memory."""
         self.arrays.clear()
         self._values.clear()
 
@@ -214,11 +209,9 @@ class GrowingCache(KVBuffers):
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved."""
         return sum(array.nbytes for array in (*self._past, *self._present))
 
     def reserve(self, capacity: int, keep: int) -> None:
-        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
         if not keep:
             self.clear()
         past, present = [], []
@@ -232,7 +225,6 @@ class GrowingCache(KVBuffers):
         self._past, self._present, self._held = past, present, keep
 
     def bind(self, binding: Any, start: int, count: int) -> None:
-        """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
         self._bound.clear()
         for tensor, past, present in zip(self._layout, self._past, self._present, strict=True):
             old, new = _rows(past, tensor, start), _rows(present, tensor, start + count)
@@ -247,16 +239,13 @@ class GrowingCache(KVBuffers):
         self._held = start
 
     def written(self, length: int) -> None:
-        """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
         self._past, self._present, self._held = self._present, self._past, length
 
     def view(self, start: int, end: int) -> list[_Array] | None:
-        """Keys and values of the tokens from ``start`` on and before ``end``."""
         pairs = zip(self._past, self._layout, strict=True)
         return [_rows(past, tensor, self._held)[:, :, start:end] for past, tensor in pairs]
 
     def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
-        """Put the first ``count`` tokens of such views behind ``start`` others."""
         for past, tensor, saved in zip(self._past, self._layout, arrays, strict=True):
             before = _rows(past, tensor, self._held)[:, :, :start].copy()
             rows = _rows(past, tensor, start + count)
@@ -264,7 +253,6 @@ class GrowingCache(KVBuffers):
         self._held = start + count
 
     def clear(self) -> None:
-        """Free the memory."""
         for kept in (self._past, self._present, self._bound):
             kept.clear()
 

@@ -91,22 +91,18 @@ class DevicePredictions(Predictions):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the logits: ``(rows, head_rows)``."""
         return self._shape
 
     @cached_property
     def logits(self) -> Logits:
-        """Every row, float32 ``(rows, head_rows)``, copied from the device when it is first read."""
         return self._read()
 
     def best(self, row: int) -> int:
-        """See :meth:`Predictions.best`."""
         if not math.isfinite(self._probabilities[row]):
             return super().best(row)  # it raises the error
         return int(self._columns[row])
 
     def probability(self, row: int) -> float:
-        """See :meth:`Predictions.probability`."""
         return float(self._probabilities[row])
 
 

@@ -109,7 +109,6 @@ class StaticModel(LoadedModel):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved for the KV cache."""
         return sum(array.nbytes for array in self._cache)
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
@@ -134,7 +133,6 @@ class StaticModel(LoadedModel):
         self._capacity = capacity
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
-        """Run a part's tokens; a row for each of its last ``rows``."""
         ((tokens, start, rows, *_),) = parts
         if len(self._logits) < rows:
             self._logits = np.zeros((rows, self.vocab_size), np.float32)
@@ -153,14 +151,12 @@ class StaticModel(LoadedModel):
         return [Predictions(self._logits[:rows])]
 
     def close(self) -> None:
-        """Free what passes use."""
         self._passes.clear()
         self._cache.clear()
         self._capacity = 0
 
     @property
     def compiled(self) -> str:
-        """Whether context binaries are used and, if not, why; empty if there are none for the device."""
         if self._contexts is None:
             return ""
         chip = self._contexts.chip.name
@@ -170,7 +166,6 @@ class StaticModel(LoadedModel):
 
     @property
     def longest(self) -> int:
-        """Tokens the largest bucket holds."""
         return self._static.longest
 
     def _open_graphs(self, graphs: Sequence[Path]) -> list[Any]:
@@ -194,11 +189,9 @@ class StaticModel(LoadedModel):
         return [open_on(self._device, self._bundle.path / name, self._options) for name, _ in files]
 
     def rounded(self, capacity: int) -> int:
-        """The bucket for this many tokens."""
         return self._static.bucket_for(capacity)
 
     def too_long(self, tokens: int) -> str:
-        """The message that there is no room for this many tokens."""
         if tokens > self.config.context_length:
             return super().too_long(tokens)
         return (

@@ -47,7 +47,6 @@ class Adapted(Tensor):
     factors: tuple[tuple[F32, F32], ...] = field(kw_only=True)
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """Like :meth:`Tensor.read`."""
         values = _floats(self.base, start, stop).copy()
         for a, b in self.factors:
             values += b[start:stop] @ a

@@ -29,7 +29,7 @@ class GGMLType(IntEnum):
     factors_at: int
     factors: int
 
-    def __new__(cls, number: int, *layout: int) -> Self:  # noqa: D102
+    def __new__(cls, number: int, *layout: int) -> Self:
         member = int.__new__(cls, number)
         member._value_ = number
         member.block, member.block_bytes, member.factors_at, member.factors = (*layout, 0, 0)[:4]
@@ -164,7 +164,6 @@ class Stack(Tensor):
         return cls(first.name, shape, first.type, first.file, first.offset, parts=tuple(parts))
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """Like :meth:`Tensor.read`."""
         rows = self.parts[0].shape[0]
         stop = self.n_rows if stop is None else stop
         places = range(start // rows, -(-stop // rows))
@@ -181,7 +180,6 @@ class Reordered(Tensor):
     order: npt.NDArray[np.int64] = field(kw_only=True)
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """Like :meth:`Tensor.read`."""
         matrix = Tensor(self.name, self.shape, self.type, self.file, self.offset)
         return np.concatenate([matrix.read(row, row + 1) for row in self.order[start:stop].tolist()])
 
@@ -243,7 +241,6 @@ class ScaledBlocks(Tensor):
     factors: tuple[float, ...] = field(kw_only=True)
 
     def matrices(self) -> list[Tensor]:
-        """The matrices of a tensor of three dimensions."""
         matrices = zip(Tensor.matrices(self), self.factors, strict=True)
         return [replace(matrix, factors=(factor,)) for matrix, factor in matrices]  # type: ignore[call-arg]
 
@@ -267,7 +264,6 @@ class SplitScaledBlocks(Tensor):
     factor: float = field(kw_only=True)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` as a tensor of their own."""
         columns, (file, offset) = self.shape[1], self.scales
         return replace(
             self,
