@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from filelock import FileLock, Timeout
 
+from edgespec.align.answers import locked
 from edgespec.align.run import share, torch_device, trained, turn_text
 from edgespec.history.adapting import PassTimes
 from edgespec.history.changes import FEWEST, Adaptation, Learner
@@ -51,12 +51,7 @@ def adapt(
             because its texts were forgotten meanwhile.
     """
     learner.begin()
-    lock = FileLock(learner.folder.parent / f".{learner.folder.name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise RequestError(f"another run trains the drafter {learner.source.name} already") from error
-    with lock:
+    with locked(learner.folder, f"another run trains the drafter {learner.source.name} already"):
         return _adapt(learner, prices, device, options, progress)
 
 

@@ -117,11 +117,11 @@ def _drop_half_a_line(path: Path) -> None:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Lock ``path``, so that no other run writes answers to it meanwhile.
+def locked(path: Path, problem: str) -> Iterator[None]:
+    """Lock ``path`` against other runs.
 
     Raises:
-        RequestError: another one does.
+        RequestError: another one has it locked; the message is ``problem``.
         StorageError: the directory cannot be written.
     """
     with writing(path):
@@ -129,7 +129,7 @@ def alone(path: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise RequestError(f"another run is writing to {path}; wait, or choose another file") from error
+            raise RequestError(problem) from error
     try:
         yield
     finally:

@@ -227,9 +227,9 @@ def _answered(
     progress: "ProgressCallback",
 ) -> "list[Answer]":
     """The answers of ``target``, of this run and of earlier ones."""
-    from edgespec.align.answers import alone, read_answers, unanswered, write_answers
+    from edgespec.align.answers import locked, read_answers, unanswered, write_answers
 
-    with alone(place):
+    with locked(place, f"another run is writing to {place}; wait, or choose another file"):
         if unanswered(prompts, place, target):
             with answering as answers:
                 skipped = write_answers(answers, prompts, place, progress, target=target)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from edgespec.align import answering as answering_module
 from edgespec.align import answers
 from edgespec.align.answering import answers as answers_of
-from edgespec.align.answers import Answer, alone, read_answers, unanswered, write_answers
+from edgespec.align.answers import Answer, locked, read_answers, unanswered, write_answers
 from edgespec.align.run import split_texts
 from edgespec.asking.request import RequestOptions
 from edgespec.cli import app
@@ -58,7 +58,7 @@ def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
     assert not unanswered(PROMPTS, place, "fake-target")
     with pytest.raises(RequestError, match="holds answers of fake-target, not of another"):
         unanswered(PROMPTS, place, "another")
-    with alone(place), pytest.raises(RequestError, match="another run"), alone(place):
+    with locked(place, ""), pytest.raises(RequestError, match="another run"), locked(place, "another run"):
         pass
 
 
