@@ -24,7 +24,7 @@ from the disk, slowly. ``no``: the rest does not fit either.
 """
 
 _STEPS: Final = 16
-_TEXT: Final = 8192  # tokens of the text that copied weights leave room for
+_TEXT: Final = 8192
 _PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/apps.md)
 _LOG = logging.getLogger("edgespec")
 
@@ -61,6 +61,11 @@ class CacheSize:
             return next(bucket for bucket in self.buckets if bucket >= wanted)
         rounded = -(-wanted // self.step) * self.step
         return rounded if self.step == BLOCK else min(rounded, self.longest) + self.spare
+
+    @property
+    def long_text(self) -> int:
+        """Tokens of a long text: 8,192, or the most that the context holds."""
+        return min(_TEXT, self.longest)
 
     def bytes(self, tokens: int) -> int:
         """Bytes that are reserved for a text of ``tokens``."""
@@ -172,7 +177,7 @@ class Plan:
     @property
     def gpu_bytes(self) -> int:
         """Bytes of the GPU's memory with a text of 8,192 tokens; 0 if no model is for one."""
-        return self.on_gpu(min(_TEXT, self.target.cache.longest))
+        return self.on_gpu(self.target.cache.long_text)
 
     def on_gpu(self, tokens: int) -> int:
         """Bytes of the GPU's memory with a text of ``tokens``."""
@@ -213,8 +218,7 @@ class Plan:
 
         A quarter of the room is left to what is read from the disk, and to other programs.
         """
-        text = min(_TEXT, self.target.cache.longest)
-        room = max(0, self.machine.available - self._least(text)) * 3 // 4
+        room = max(0, self.machine.available - self._least(self.target.cache.long_text)) * 3 // 4
         second = 0 if self.drafter is None else self.drafter.weights_bytes
         wanted, step = max(room - second, room // 2), max(1, self.target.weights_bytes // _STEPS)
         return wanted // step * step  # about as many at every load, so that measurements stay valid

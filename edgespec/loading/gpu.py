@@ -12,7 +12,6 @@ from edgespec_models.storage import size
 from edgespec_runtimes.devices import KINDS
 from edgespec_runtimes.discovery import Runtime, resolve
 
-_TEXT = 8192  # tokens of a text that has to fit, too
 _MARGIN = 1.1  # buffers, and memory that falls into pieces
 
 
@@ -42,7 +41,7 @@ def choose_gpu(
     memory = machine.gpu_memory(device.number)
     if memory is None:
         return False, "no GPU: its memory is unknown; device='cuda' takes it"
-    cache = planned.cache.bytes(min(_TEXT, planned.cache.longest)) // 2  # of float16 there
+    cache = planned.cache.bytes(planned.cache.long_text) // 2  # of float16 there
     needed = int((planned.weights_bytes + planned.table_bytes + cache) * _MARGIN) + GPU_BYTES
     figures = f"{size(needed)} of its {size(memory.available)} free memory"
     if needed > memory.available:
