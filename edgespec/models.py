@@ -5,11 +5,11 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from threading import TIMEOUT_MAX, Condition, Thread, get_ident
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 from edgespec.engine import Model, load
 from edgespec.loading.footprint import plan_of
@@ -40,7 +40,7 @@ class _User(Future[Model]):
         self.name, self.owner, self.progress, self.uses = name, owner, progress, False
 
 
-class Models(InProcess):
+class Models(InProcess, AbstractContextManager["Models"]):
     """Models by name, loaded one after the other when they are used, from any thread or task.
 
     This is a context manager. If there is no room, idle models are unloaded, the least recently used first.
@@ -67,7 +67,10 @@ class Models(InProcess):
         keep: Annotated[float, within(0)] | None = None,
     ) -> None:
         self.names, self.memory_bytes = tuple(models), dict[str, int]()
-        self._named, self._memory, self._keep = models, memory, keep
+        self._arguments: dict[str, Mapping[str, Any]] = {
+            name: named if isinstance(named, Mapping) else {"target": named} for name, named in models.items()
+        }
+        self._memory, self._keep = memory, keep
         self._keeps: dict[str, float | None] = dict.fromkeys(models, keep)
         self._models, self._used_at = dict[str, Model](), dict[str, float]()
         self._users, self._changed = list[_User](), Condition()
@@ -76,9 +79,6 @@ class Models(InProcess):
         self._worker = Thread(target=self._work, name="edgespec-models", daemon=True)
         self._worker.start()
         atexit.register(self.close)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -122,8 +122,7 @@ class Models(InProcess):
         from edgespec.loading.planning import look_up
         from edgespec_models.downloads.catalog import HubName
 
-        named = self._named[name]
-        arguments: Mapping[str, Any] = named if isinstance(named, Mapping) else {"target": named}
+        arguments = self._arguments[name]
         options = arguments.get("options") or LoadOptions()
         with suppress(EdgespecError):
             found = look_up(arguments["target"], "target", options.weights, options.adapters)
@@ -220,11 +219,10 @@ class Models(InProcess):
             self._unload(name)
 
     def _load(self, name: str) -> None:
-        started, named = monotonic(), self._named[name]
-        arguments: Mapping[str, Any] = named if isinstance(named, Mapping) else {"target": named}
+        started = monotonic()
         tell, ready = partial(self._tell, name), partial(self._make_room, name)
         try:
-            model = load(**arguments, progress=tell, ready=ready)
+            model = load(**self._arguments[name], progress=tell, ready=ready)
         except BaseException as error:  # noqa: BLE001 - raised where the model is waited for
             self.memory_bytes.pop(name, None)
             with self._changed:  # uses that came since a load failed wait for the next load
