@@ -22,6 +22,7 @@ from edgespec.cli.console import (
 )
 from edgespec.loading.options import LoadOptions
 from edgespec.measuring.bench import BenchOptions, measure, summarize, typical
+from edgespec.measuring.report import number, render_report
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
@@ -143,7 +144,6 @@ def _run(
 
 
 def _write(result: Mapping[str, Any], json_file: Path | None, report: Path | None) -> None:
-    from edgespec.measuring.report import render_report
     from edgespec_models.storage import write_text
 
     if json_file == Path("-"):
@@ -206,8 +206,8 @@ def _speed_table(result: Mapping[str, Any]) -> "Table":
     table.add_row(
         "all",
         str(result["prompts"]),
-        _figure(result["plain"]["tokens_per_second"]),
-        _figure(result["speculative"]["tokens_per_second"]),
+        number(result["plain"]["tokens_per_second"]),
+        number(result["speculative"]["tokens_per_second"]),
         _times(result["speedup"]["overall"]),
         style="bold",
     )
@@ -223,22 +223,20 @@ def _fact_table(result: Mapping[str, Any]) -> "Table":
     for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
         sides = result[key]
         table.add_row(
-            name, f"{_figure(sides['plain'])} ms plain, {_figure(sides['speculative'])} ms speculative"
+            name, f"{number(sides['plain'])} ms plain, {number(sides['speculative'])} ms speculative"
         )
-    table.add_row("tokens per target pass", _figure(result["block_efficiency"], 2))
+    table.add_row("tokens per target pass", number(result["block_efficiency"], 2))
     rate = result["acceptance_rate"]
     table.add_row("drafted tokens accepted", "nothing drafted" if rate is None else f"{rate:.1%}")
     mbsu = result["mbsu"]
-    by_bytes, by_parameters = _figure(mbsu["bytes"], 2), _figure(mbsu["parameters"], 2)
+    by_bytes, by_parameters = number(mbsu["bytes"], 2), number(mbsu["parameters"], 2)
     table.add_row("memory-bound speedup", f"{by_bytes} by bytes, {by_parameters} by parameters")
     curve = [f"{point['n']}: {point['ms']:.1f}" for point in result["cost_curve"]]
     table.add_row("a pass over n tokens, ms", ", ".join(curve))
     if result["drafter_step_ms"] is not None:
-        table.add_row("a drafter step, ms", _figure(result["drafter_step_ms"]))
-    table.add_row(
-        "weights read in plain decoding", f"{_figure(result['gigabytes_per_second']['plain'])} GB/s"
-    )
-    table.add_row("prompts", f"{_figure(result['prompt_tokens_per_second'])} tokens/s")
+        table.add_row("a drafter step, ms", number(result["drafter_step_ms"]))
+    table.add_row("weights read in plain decoding", f"{number(result['gigabytes_per_second']['plain'])} GB/s")
+    table.add_row("prompts", f"{number(result['prompt_tokens_per_second'])} tokens/s")
     table.add_row("peak memory", size(result["peak_memory_bytes"]))
     return table
 
@@ -247,11 +245,7 @@ def _speed(rows: Sequence[Mapping[str, Any]], side: str) -> str:
     """Tokens per second over some rows: every answer's decode tokens, over their times."""
     decoded = [(row[side]["new_tokens"] - 1, row[side]["tpot_ms"] / 1e3) for row in rows]
     seconds = sum(tokens * tpot_s for tokens, tpot_s in decoded)
-    return _figure(sum(tokens for tokens, _ in decoded) / seconds if seconds > 0 else None)
-
-
-def _figure(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
+    return number(sum(tokens for tokens, _ in decoded) / seconds if seconds > 0 else None)
 
 
 def _times(ratio: float | None) -> str:

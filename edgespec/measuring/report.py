@@ -40,7 +40,7 @@ def _render(template: str, result: Mapping[str, Any], kind: str, **parts: Any) -
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=_number, percent=_percent, gigabytes=_gigabytes, ranges=as_ranges)
+    environment.filters.update(number=number, percent=_percent, gigabytes=_gigabytes, ranges=as_ranges)
     return environment.get_template(template).render(result=result, **parts)
 
 
@@ -58,7 +58,8 @@ def _verdict(result: Mapping[str, Any]) -> str:
     return f"{ratio:.2f} times as fast as plain decoding" + (" (slower)" if ratio < 1.0 else "")
 
 
-def _number(value: float | None, digits: int = 1) -> str:
+def number(value: float | None, digits: int = 1) -> str:
+    """A figure; a dash for none."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
