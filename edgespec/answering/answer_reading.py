@@ -57,7 +57,7 @@ class AnswerReader:
     @property
     def ended(self) -> bool:
         """Whether the text has ended, by a stop string, its last call, or the end of a fill."""
-        over = self._streams[0].stopped or (self._calls is not None and self._calls.complete)
+        over = self.stop_string is not None or (self._calls is not None and self._calls.complete)
         return over or (self._fill is not None and self._fill.ended)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> Record:
@@ -147,12 +147,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""  # perhaps the beginning of a stop string
         self.stop_string: str | None = None
-        """The stop string that ended the text, or None. It is not part of the text."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string ended the text; later tokens are ignored."""
-        return self.stop_string is not None
+        """The stop string that ended the text, or None. It is no part of it; later tokens are ignored."""
 
     def push(self, tokens: Iterable[int]) -> str:
         """Take tokens and return the text that can be shown now. Raises TokenizerError for an unknown id."""
@@ -168,14 +163,14 @@ class TextStream:
         whole = self._held + name
         ended = (stop for stop in self.stops if stop.endswith(name) and whole.endswith(stop))
         stop = max(ended, key=len, default=None)
-        if self.stopped or stop is None:
+        if self.stop_string is not None or stop is None:
             return ""
         self.stop_string, self._held = self.stops[stop], b""
         return self._decoder.decode(whole.removesuffix(stop), final=True)
 
     def push_bytes(self, data: bytes) -> str:
         """Take bytes and return the text that can be shown now."""
-        if self.stopped:
+        if self.stop_string is not None:
             return ""
         text = self._held + data[self.skip :]
         self.skip = max(0, self.skip - len(data))

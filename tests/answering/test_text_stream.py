@@ -46,7 +46,7 @@ def test_pieces_join_to_the_decoded_text(kind: str, tokens: list[int], size: int
     tok = tokenizer(kind)
     stream = TextStream(tok)
     assert "".join(chunked(stream, tokens, size)) == tok.decode(tokens)
-    assert not stream.stopped and stream.stop_string is None
+    assert stream.stop_string is None
 
 
 @given(
@@ -66,7 +66,7 @@ def test_stop_strings(text: str, stops: list[str], size: int, spell: bool) -> No
     stream, out = TextStream(tok, stop=stops), ""
     for at in range(0, len(tokens), size):
         out += stream.push(tokens[at : at + size])
-        assert stream.stopped or out == showable(tok.bytes_of(tokens[: at + size]), stops)
+        assert stream.stop_string is not None or out == showable(tok.bytes_of(tokens[: at + size]), stops)
     out += stream.finish()
     assert (out, stream.stop_string) == first_completed(text, stops)
     assert stream.finish() == "" and (stream.stop_string is None or stream.push(tokens) == "")
@@ -85,7 +85,7 @@ def test_special_tokens_contribute_no_text() -> None:
     assert end is not None
     stream = TextStream(tok, stop=["|im_end|"])
     assert stream.push([*tok.encode("a"), end]) + stream.finish() == "a"
-    assert not stream.stopped
+    assert stream.stop_string is None
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["x", ""], "\ud800", ["\ud800"]])
@@ -107,4 +107,4 @@ def test_a_control_token_ends_the_text_if_it_is_a_stop_string(size: int) -> None
         assert ("".join(chunked(stream, tokens, size)), stream.stop_string) == (text, stop)
     for stop in ("|>", "x<|im_end|>", "<|endoftext|>"):  # texts that control tokens are not, or others
         stream = TextStream(tok, stop=[stop])
-        assert ("".join(chunked(stream, tokens, size)), stream.stopped) == ("ab\nc\nd", False)
+        assert ("".join(chunked(stream, tokens, size)), stream.stop_string) == ("ab\nc\nd", None)

@@ -238,7 +238,7 @@ def test_attribution_gives_every_character_to_one_token(text: str, sizes: list[i
         last = at + size >= len(ids)
         records = [TokenRecord(id_, str(at + index)) for index, id_ in enumerate(ids[at : at + size])]
         piece = stream.push([record.id for record in records])
-        last = last or stream.stopped
+        last = last or stream.stop_string is not None
         piece += stream.finish() if last else ""
         cut = attribution.push(Record(piece, tuple(records), "stop" if last else None))
         assert "".join(token["text"] for token in cut) == piece
