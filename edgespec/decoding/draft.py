@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from edgespec_runtimes.predictions import Floats
@@ -26,7 +26,7 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
-    confidence: tuple[float, ...] = field(default=())
+    confidence: tuple[float, ...] = ()
 
     @property
     def first(self) -> str:
