@@ -75,13 +75,13 @@ def _adapt(
     taught, held = ([text for _, text in part] for part in (dated[:end], dated[end:]))
     start = _start(learner)
     key = hashlib.sha256(repr((taught, options, start and start.digest)).encode()).hexdigest()[:16]
-    place = learner.folder / f"training-{key}.pt"
-    _delete(learner.folder, "training-*.pt", place)
+    file = learner.folder / f"training-{key}.pt"
+    _delete(learner.folder, "training-*.pt", file)
     training = trained(
         learner.source,
         (taught, held),
         options,
-        place,
+        file,
         device=device,
         progress=progress,
         start=start,

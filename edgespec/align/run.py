@@ -148,7 +148,7 @@ def trained(
     source: Path,
     texts: tuple[Sequence[Text], Sequence[Text]],
     options: TrainingOptions,
-    place: Path,
+    file: Path,
     *,
     device: str,
     progress: ProgressCallback,
@@ -157,7 +157,7 @@ def trained(
 ) -> Trained:
     """Train the drafter ``source`` on the first of ``texts``, measure it on the second.
 
-    It begins with the change ``start``, if there is one. A run that was stopped goes on from ``place``.
+    It begins with the change ``start``, if there is one. A run that was stopped goes on from ``file``.
     ``sparing`` takes less memory and more time.
     """
     from edgespec_export.align.decoder import TorchDecoder
@@ -173,7 +173,7 @@ def trained(
             decoder.load(start.parts)
             known += start.digest
         before = measure(decoder)
-        steps = train(decoder, taught, options, place=place, known=known, device=device, progress=progress)
+        steps = train(decoder, taught, options, file=file, known=known, device=device, progress=progress)
         changes = decoder.changes()
         decoder.load(changes)  # which rounds them as the file keeps them
         return Trained(digest, changes, steps, before, measure(decoder))

@@ -125,7 +125,7 @@ def align(
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     # Mistakes are found now, not after the target has answered for hours.
-    names, place = (target, drafter), answers or out / "answers.jsonl"
+    names, file = (target, drafter), answers or out / "answers.jsonl"
     options, threads = filled(TrainingOptions, context), context.params["threads"]
     facts = _facts(names, licence)
     request = RequestOptions(max_new_tokens=max_new_tokens, temperature=context.params["temperature"])
@@ -136,9 +136,9 @@ def align(
         trained_on = "" if source is None else torch_device(device, threads)
         bundle = None if answers_only else open_model(drafter, "drafter", progress=progress)
         answered = answering(names, request, threads=threads, progress=progress)
-        known = _answered(_prompts(prompts, answers_from), place, facts["target"], answered, progress)
+        known = _answered(_prompts(prompts, answers_from), file, facts["target"], answered, progress)
         if source is None or bundle is None:
-            _tell(place, len(known), as_json)
+            _tell(file, len(known), as_json)
             return
         texts = split_texts(known + recorded, bundle)
         result = run(source, texts, options, out, device=trained_on, facts=facts, progress=progress)
@@ -186,11 +186,11 @@ def _adapt(
     say(f"The change, trained on {result.texts} texts with {result.tokens:,} tokens, is {verdict}.")
 
 
-def _tell(place: Path, count: int, as_json: bool) -> None:
+def _tell(file: Path, count: int, as_json: bool) -> None:
     if as_json:
-        print_json({"path": str(place), "answers": count})
+        print_json({"path": str(file), "answers": count})
     else:
-        say(f"{place}: {count} answers")
+        say(f"{file}: {count} answers")
 
 
 def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
@@ -221,7 +221,7 @@ def _prompts(files: list[Path] | None, recorded: list[Path] | None) -> "list[Pro
 
 def _answered(
     prompts: "list[Prompt]",
-    place: Path,
+    file: Path,
     target: str,
     answering: "AbstractContextManager[Answering]",
     progress: "ProgressCallback",
@@ -229,13 +229,13 @@ def _answered(
     """The answers of ``target``, of this run and of earlier ones."""
     from edgespec.align.answers import locked, read_answers, unanswered, write_answers
 
-    with locked(place, f"another run is writing to {place}; wait, or choose another file"):
-        if unanswered(prompts, place, target):
+    with locked(file, f"another run is writing to {file}; wait, or choose another file"):
+        if unanswered(prompts, file, target):
             with answering as answers:
-                skipped = write_answers(answers, prompts, place, progress, target=target)
+                skipped = write_answers(answers, prompts, file, progress, target=target)
             if skipped:
                 note(f"{skipped} prompts were left out: longer than the target can hold, or not of its form")
-        return read_answers(place) if place.exists() else []
+        return read_answers(file) if file.exists() else []
 
 
 def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:

@@ -176,11 +176,11 @@ def _pull_from_hub(reference: "HubReference", *, quiet: bool) -> "Path":
     from edgespec.loading.first_use import pull_checked
 
     with progress_bars() as progress:
-        place = pull_checked(reference, progress=progress, notify=note)
+        path = pull_checked(reference, progress=progress, notify=note)
     if not quiet:
-        say(f"{reference}: {place}")
+        say(f"{reference}: {path}")
         say("  licence: see the model's page on the hub")
-    return place
+    return path
 
 
 def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
@@ -201,9 +201,9 @@ def _describe_hub(model: "HubName") -> dict[str, object]:
     """A model of the hub as JSON, with the known keys of :func:`_describe`."""
     from edgespec_models.downloads.download import pulled_place
 
-    place = pulled_place(model.name)
+    path = pulled_place(model.name)
     facts = {key: value for key, value in asdict(model).items() if key != "config"}
-    return {**facts, "role": "target", "path": None if place is None else str(place)}
+    return {**facts, "role": "target", "path": None if path is None else str(path)}
 
 
 def _describe(entry: "CatalogueEntry") -> dict[str, object]:

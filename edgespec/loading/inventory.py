@@ -120,9 +120,9 @@ def _pulled(name: str) -> Iterator[Holding]:
         shared = tuple(other.name for other in users if other != entry)
         file = model_path(entry)
         yield Holding.of("file", file, record_of(file), shared_with=shared)
-    place = None if reference is None else pulled_hub(reference)
-    if reference is not None and place is not None:
-        files = [place] if place.is_dir() else parts_of(place)
+    path = None if reference is None else pulled_hub(reference)
+    if reference is not None and path is not None:
+        files = [path] if path.is_dir() else parts_of(path)
         yield Holding.of("file", *files, reference.record)
 
 

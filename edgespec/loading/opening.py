@@ -273,8 +273,8 @@ def _open(
     read_layers: Sequence[int] = (),
 ) -> Callable[..., TimedModel]:
     """Open a session into ``opened``, which closes it; returns the function that times its passes."""
-    place = where or placed(bundle)
-    conditions = conditions_of(bundle, options, place.device)
+    placement = where or placed(bundle)
+    conditions = conditions_of(bundle, options, placement.device)
     known = recall(conditions)
     # Of other devices, what measurements are kept under does not name the chip.
     row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
@@ -283,17 +283,17 @@ def _open(
     elif bundle.manifest.graph_kind == "dynamic-float16":
         from edgespec_runtimes.cuda import open_cuda
 
-        session = open_cuda(bundle, place.device, options, row_exact=row_exact)
+        session = open_cuda(bundle, placement.device, options, row_exact=row_exact)
     else:
         from edgespec_runtimes.static import open_static
 
-        session = open_static(bundle, place.device, options, row_exact=row_exact)
+        session = open_static(bundle, placement.device, options, row_exact=row_exact)
     opened.append(session)
 
     def timed(rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> TimedModel:
         fitting = [n for n in rows if n <= bundle.config.context_length // 2]
         curve, remembered = _curve(session, fitting, conditions, known, progress)
-        return TimedModel(bundle, session, curve, place, remembered)
+        return TimedModel(bundle, session, curve, placement, remembered)
 
     return timed
 

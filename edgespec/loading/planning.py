@@ -95,8 +95,8 @@ def plan(
             f"context is {context:,}; allowed: 1 to {longest:,}, the tokens {first.name} can hold"
         )
     lengths = {min(tokens, longest) for tokens in (*_LENGTHS, longest, context or longest)}
-    place = next(path for path in (home(), *home().resolve().parents) if path.is_dir())
-    made = with_gpu(Plan(first, second, machine_memory(), shutil.disk_usage(place).free))
+    disk = next(path for path in (home(), *home().resolve().parents) if path.is_dir())
+    made = with_gpu(Plan(first, second, machine_memory(), shutil.disk_usage(disk).free))
     return replace(made, contexts=tuple(made.fit(tokens) for tokens in sorted(lengths)))
 
 

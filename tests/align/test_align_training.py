@@ -145,7 +145,7 @@ def test_a_run_that_was_stopped_ends_where_one_ends_that_was_not(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "_SAVE_S", 0.0)
-    texts, place = _texts(), tmp_path / "training.pt"
+    texts, file = _texts(), tmp_path / "training.pt"
 
     def stop(report: Progress) -> None:
         if report.stage == "Training" and report.done == 3:
@@ -155,28 +155,28 @@ def test_a_run_that_was_stopped_ends_where_one_ends_that_was_not(
         whole = TorchDecoder(opened)
         assert train(whole, texts, OPTIONS) > 3
         with pytest.raises(_StopError):
-            train(TorchDecoder(opened), texts, OPTIONS, place=place, progress=stop)
+            train(TorchDecoder(opened), texts, OPTIONS, file=file, progress=stop)
         again = TorchDecoder(opened)
         seen: list[int] = []
-        train(again, texts, OPTIONS, place=place, progress=lambda report: seen.append(report.done))
+        train(again, texts, OPTIONS, file=file, progress=lambda report: seen.append(report.done))
     assert seen[0] == 3
     for name, value in whole.parameters.items():
         assert torch.equal(value, again.parameters[name])
 
 
 def test_another_runs_state_is_refused(tmp_path: Path, source: Path) -> None:
-    texts, place = _texts(6), tmp_path / "training.pt"
+    texts, file = _texts(6), tmp_path / "training.pt"
     with open_checkpoint(source) as opened:
         decoder = TorchDecoder(opened)
-        train(decoder, texts, OPTIONS, place=place)
+        train(decoder, texts, OPTIONS, file=file)
         for other, known in ((_texts(7), ""), (texts[::-1], ""), (texts, "another drafter")):
             with pytest.raises(RequestError, match="another training run"):
-                train(decoder, other, OPTIONS, place=place, known=known)
-        data = place.read_bytes()
+                train(decoder, other, OPTIONS, file=file, known=known)
+        data = file.read_bytes()
         for end in (0, 10, len(data) // 2):
-            place.write_bytes(data[:end])
+            file.write_bytes(data[:end])
             with pytest.raises(RequestError, match="damaged"):
-                train(decoder, texts, OPTIONS, place=place)
+                train(decoder, texts, OPTIONS, file=file)
 
 
 def test_a_loss_that_runs_away_ends_the_training(source: Path) -> None:
@@ -207,8 +207,8 @@ def test_the_command_from_prompts_to_a_bundle(
     lines = (f'{{"id": "p{i}", "category": "c", "turns": ["question {i}"]}}\n' for i in range(60))
     prompts.write_text("".join(lines), encoding="utf-8")
     loads(lambda *names, **settings: FakeModel())
-    for place in ("edgespec.align.answering.open_model", "edgespec.loading.opening.open_model"):
-        monkeypatch.setattr(place, lambda *names, **settings: Bundle(bundle))
+    for opener in ("edgespec.align.answering.open_model", "edgespec.loading.opening.open_model"):
+        monkeypatch.setattr(opener, lambda *names, **settings: Bundle(bundle))
     monkeypatch.setattr(answering, "check_target", lambda _: None)
     command = ["align", str(source), "--target", "t", "--prompts", str(prompts), "-o", str(out)]
     command += ["--rate", "0.02", "--batch-tokens", "64", "--device", "cpu"]

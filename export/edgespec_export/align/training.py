@@ -98,30 +98,30 @@ def train(
     texts: Sequence[Text],
     options: TrainingOptions,
     *,
-    place: Path | None = None,
+    file: Path | None = None,
     known: str = "",
     device: str = "cpu",
     progress: ProgressCallback = ignore_progress,
 ) -> int:
     """Train ``decoder`` on ``texts``; returns the number of steps.
 
-    ``place`` is a file for the progress, written every two minutes; a run with this file goes on from it. The
+    ``file`` has the progress, written every two minutes; a run with this file goes on from it. The
     file also has ``known``, further facts of the run.
 
     Raises:
-        RequestError: the file at ``place`` is of another run, or the rate is so high that the loss grows
+        RequestError: ``file`` is of another run, or the rate is so high that the loss grows
             without bound.
         StorageError: it cannot be written.
     """
     run, saved_at = _Run(decoder, texts, options, known), monotonic()
-    if place is not None and place.exists():
-        run.load(place)
+    if file is not None and file.exists():
+        run.load(file)
     for index in range(run.step, len(run.batches)):
         try:
             progress(Progress("Training", index, len(run.batches), "steps"))
         except BaseException:  # who stops the run here loses nothing
-            if place is not None:
-                run.save(place)
+            if file is not None:
+                run.save(file)
             raise
         for group in run.optimizer.param_groups:
             group["lr"] = run.rate_at(index)
@@ -137,11 +137,11 @@ def train(
         torch.nn.utils.clip_grad_norm_(decoder.parameters.values(), _LONGEST)
         run.optimizer.step()
         run.step = index + 1
-        if place is not None and monotonic() - saved_at > _SAVE_S:
-            run.save(place)
+        if file is not None and monotonic() - saved_at > _SAVE_S:
+            run.save(file)
             saved_at = monotonic()
-    if place is not None:
-        run.save(place)
+    if file is not None:
+        run.save(file)
     progress(Progress("Training", len(run.batches), len(run.batches), "steps"))
     return len(run.batches)
 
