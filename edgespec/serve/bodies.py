@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from starlette.requests import Request
 
@@ -23,7 +23,7 @@ from edgespec.decoding.grammar import AnyJson, JsonSchema, ResponseFormat
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import length, lone_surrogate, read, shown, within
+from edgespec_models.schema import length, lone_surrogate, no_number, read, shown, within
 
 T = TypeVar("T")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -58,20 +58,21 @@ UNUSED = logging.getLogger("edgespec.serve.unused")
 """Receives the names of unused fields of each request; :class:`Once` leaves out repetitions."""
 _OF_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send with a page's body
 _OF_PROGRAMS = ("", "application/x-www-form-urlencoded")  # some send JSON so, as curl -d does
+_MOST_MESSAGES = 1000
 _CLOSE = {"Connection": "close"}  # else the rest of the body would be read as the next request
 
 
 class Once(logging.Filter):
-    """Lets a message through once, and no more than ``most`` different ones."""
+    """Lets a message through once, and no more than a thousand different ones."""
 
-    def __init__(self, most: int = 1000) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._seen, self._most = set[str](), most
+        self._seen = set[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether this message is new and within the limit."""
         before, message = len(self._seen), record.getMessage()
-        if before < self._most:
+        if before < _MOST_MESSAGES:
             self._seen.add(message)
         return len(self._seen) > before
 
@@ -433,7 +434,7 @@ def _json(data: bytearray) -> dict[str, Any]:
             "request_too_large",
         )
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(data.decode("utf-8"), parse_constant=no_number)
         if _HALVES.search(data):
             _check_texts(value, "")
     except RequestError:
@@ -505,10 +506,6 @@ def _check_texts(value: object, place: str) -> None:
         within = f"{place}.{key}" if isinstance(value, dict) else f"{place}[{key}]"
         _check_texts(key, within)
         _check_texts(part, within)
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") -> list[Mapping[str, Any]]:

@@ -129,6 +129,11 @@ def parse(text: str, where: str, error: type[EdgespecError], remedy: str) -> Any
         raise error(f"{where} is not JSON ({failed}). {remedy}.") from failed
 
 
+def no_number(name: str) -> None:
+    """Refuse Infinity and NaN, as ``parse_constant`` of :func:`json.loads`."""
+    raise ValueError(f"{name} is no JSON number")
+
+
 def read_lines(cls: type[T], path: Path, remedy: str) -> list[T]:
     """Dataclasses of a file of JSON Lines, whose lines may have further keys.
 

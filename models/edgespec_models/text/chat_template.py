@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 import jinja2
 from jinja2 import meta, nodes
@@ -24,7 +24,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
 from edgespec_models.errors import Closed, EdgespecError, RequestError, TokenizerError, naming
-from edgespec_models.schema import read_text, shown
+from edgespec_models.schema import no_number, read_text, shown
 from edgespec_models.text.marked_text import mark, unmark
 from edgespec_models.text.template_files import DEFAULT
 from edgespec_models.text.template_sandbox import LONGEST_SOURCE, Sandbox, limited
@@ -454,7 +454,7 @@ def _arguments(arguments: object, form: _Reads) -> object:
     table = arguments = arguments or {}
     if isinstance(table, str):
         try:
-            table = _plain(json.loads(table, parse_constant=_no_number), "")
+            table = _plain(json.loads(table, parse_constant=no_number), "")
         except (ValueError, RecursionError, RequestError):
             table = None
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -480,10 +480,6 @@ def _with_texts(value: Any, made: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_with_texts(item, made) for item in value]
     return value
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 class _RefusedError(jinja2.TemplateError):
