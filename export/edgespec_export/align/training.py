@@ -28,6 +28,7 @@ _WARM_SHARE, _WARM_MOST = 0.1, 20  # of all steps, and steps
 _LONGEST: Final = 1.0  # of a gradient
 _WINDOW = 16  # batches whose texts are sorted by length: padding is computed for nothing
 _SAVE_S: Final = 120.0
+_MEASURED: Final = 1024  # tokens of a pass
 _UNREADABLE = OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError
 
 
@@ -150,14 +151,13 @@ def first_guesses(
     decoder: TorchDecoder,
     texts: Sequence[Text],
     *,
-    batch_tokens: int = 1024,
     device: str = "cpu",
     progress: ProgressCallback = ignore_progress,
 ) -> list[list[bool]]:
     """Whether each answer token of each text is the decoder's first guess behind the text before it."""
     guesses: dict[int, list[bool]] = {}
     order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
-    groups = _cut([texts[index] for index in order], batch_tokens)
+    groups = _cut([texts[index] for index in order], _MEASURED)
     numbers = iter(order)
     for number, group in enumerate(groups):
         progress(Progress("Measuring", number, len(groups), "steps"))

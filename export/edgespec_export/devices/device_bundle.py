@@ -24,7 +24,7 @@ from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import CPU, Device
-from edgespec_runtimes.discovery import Runtime, resolve
+from edgespec_runtimes.discovery import resolve
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import open_static
@@ -51,8 +51,7 @@ def build_for_device(
             checkpoint, folder, graphs, texts, golden=golden, progress=progress
         )
         if options.chip is not None:
-            chip = find_chip(options.chip)
-            made = compile_contexts(folder, made, chip, compiler_for(chip), progress)
+            made = compile_contexts(folder, made, find_chip(options.chip), progress)
         name = format_name(options.device)
         counts = parameters_by_class(checkpoint, config.hidden_size * config.vocab_size)
         manifest = describe(
@@ -98,10 +97,10 @@ def _rolls_back(folder: Path) -> bool:
     return session.model.row_exact
 
 
-def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:
+def compiler_for(chip: Chip) -> Device:
     """Qualcomm's provider with options to compile for ``chip`` and to run nothing; DeviceError without it."""
     try:
-        device = resolve("qnn:htp", runtime)
+        device = resolve("qnn:htp")
     except DeviceError as error:
         raise DeviceError(
             f"compiling for {chip.name} takes Qualcomm's compiler, which is for Windows, and for Linux with "
@@ -111,12 +110,13 @@ def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:
 
 
 def compile_contexts(
-    folder: Path, graphs: StaticGraphs, chip: Chip, compiler: Device, progress: ProgressCallback
+    folder: Path, graphs: StaticGraphs, chip: Chip, progress: ProgressCallback
 ) -> StaticGraphs:
     """Compile every graph for ``chip``, and return ``graphs`` with the compiler's facts.
 
     DeviceError if a graph is refused.
     """
+    compiler = compiler_for(chip)
     for number, graph in enumerate(graphs.graphs):
         progress(Progress("Compiling", number, len(graphs.graphs), "graphs"))
         compiled, binary = (folder / name for name in graphs.context_files(graph))
