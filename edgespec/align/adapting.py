@@ -194,8 +194,10 @@ def main() -> None:
 
     try:
         torch_device("cpu", threads=1)
+        rows_s, drafter_s = task["prices"]["target_s"], task["prices"]["drafter_s"]
+        prices = PassTimes({int(rows): seconds for rows, seconds in rows_s.items()}, drafter_s)
         with Waiting():
-            result = adapt(_learner(task["learner"]), _prices(task["prices"]), progress=progress)
+            result = adapt(_learner(task["learner"]), prices, progress=progress)
         _tell(result=asdict(result))
     except _StoppedError:
         pass
@@ -206,10 +208,6 @@ def main() -> None:
 def _learner(value: dict[str, Any]) -> Learner:
     paths = {name: value[name] and Path(value[name]) for name in value if name != "scope"}
     return Learner(scope=Scope(**value["scope"]), **paths)
-
-
-def _prices(value: dict[str, Any]) -> PassTimes:
-    return PassTimes({int(rows): seconds for rows, seconds in value["target_s"].items()}, value["drafter_s"])
 
 
 if __name__ == "__main__":

@@ -138,7 +138,10 @@ def align(
         answered = answering(names, request, threads=threads, progress=progress)
         known = _answered(_prompts(prompts, answers_from), file, facts["target"], answered, progress)
         if source is None or bundle is None:
-            _tell(file, len(known), as_json)
+            if as_json:
+                print_json({"path": str(file), "answers": len(known)})
+            else:
+                say(f"{file}: {len(known)} answers")
             return
         texts = split_texts(known + recorded, bundle)
         result = run(source, texts, options, out, device=trained_on, facts=facts, progress=progress)
@@ -184,13 +187,6 @@ def _adapt(
         "kept, and the next load of the history merges it" if result.improved else "no better, and dropped"
     )
     say(f"The change, trained on {result.texts} texts with {result.tokens:,} tokens, is {verdict}.")
-
-
-def _tell(file: Path, count: int, as_json: bool) -> None:
-    if as_json:
-        print_json({"path": str(file), "answers": count})
-    else:
-        say(f"{file}: {count} answers")
 
 
 def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
