@@ -65,7 +65,7 @@ class TorchDecoder(Backend):
         self.config, self._record = source.config, record(source.config)
         self._record.refuse(type(self), self.config.architecture)
         self._source, self._device = source, device
-        self._weights = {name: self._load(name) for name in source.tensors}
+        self._weights = {name: self._weight(name) for name in source.tensors}
         self.parameters: dict[str, Tensor] = {}
         self._minimums: dict[str, Tensor] = {}  # of quantized matrices: (rows, blocks of their codes)
         products = self._record.products.values()
@@ -130,7 +130,7 @@ class TorchDecoder(Backend):
         values = self._source.values(name)
         return values.reshape(-1, values.shape[-1])
 
-    def _load(self, name: str) -> Tensor:
+    def _weight(self, name: str) -> Tensor:
         return torch.from_numpy(np.array(self._source.values(name))).to(self._device)
 
     def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
