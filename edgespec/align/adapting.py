@@ -23,7 +23,7 @@ from edgespec.history.store import Scope, StoredTurn
 from edgespec_export.align.alignment import Alignment, read_alignment
 from edgespec_export.align.settings import Text, TrainingOptions
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
+from edgespec_models.errors import Cancelled, EdgespecError, ModelFileError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback
 
 _HELD_OUT: Final = 10  # the latest of so many texts measure
@@ -147,10 +147,6 @@ def _delete(folder: Path, pattern: str, but: Path | None = None) -> None:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
-class _StoppedError(Exception):
-    """The other process wants no more."""
-
-
 class _Orders(threading.Thread):
     """Reads what the other process wants: to pause, to go on, or by the end of the input, to stop."""
 
@@ -189,7 +185,7 @@ def main() -> None:
 
     def progress(report: Progress) -> None:
         if orders.stopped:
-            raise _StoppedError
+            raise Cancelled("the other process wants no more")
         _tell(progress=[report.stage, report.done, report.total, report.unit])
 
     try:
@@ -199,7 +195,7 @@ def main() -> None:
         with Waiting():
             result = adapt(_learner(task["learner"]), prices, progress=progress)
         _tell(result=asdict(result))
-    except _StoppedError:
+    except Cancelled:
         pass
     except (EdgespecError, MemoryError, OSError) as error:
         _tell(error=str(error) or type(error).__name__)
