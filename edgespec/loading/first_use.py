@@ -205,10 +205,9 @@ def locate_hub(
         UnsupportedModelError: of an architecture or with a feature that edgespec lacks.
         ModelFileError: no checkpoint in safetensors.
     """
-    pulled = pulled_hub(reference)
-    if pulled is not None:
-        return pulled
-    return pull_checked(reference, progress=progress, notify=_LOG.warning, device=device)
+    return pulled_hub(reference) or pull_checked(
+        reference, progress=progress, notify=_LOG.warning, device=device
+    )
 
 
 def pull_checked(
