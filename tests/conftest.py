@@ -99,7 +99,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def all_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model of the catalogue and of the hub is here, as far as the choice of a drafter looks."""
-    monkeypatch.setattr("edgespec.loading.drafters.pulled_place", Path)
+    monkeypatch.setattr("edgespec.loading.drafters.pulled_path", Path)
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def _show_holdings(names: "Sequence[str]", as_json: bool) -> None:
 
 def _show_catalogue(as_json: bool) -> None:
     from edgespec_models.downloads.catalog import entries, hub_names
-    from edgespec_models.downloads.download import is_pulled, pulled_place
+    from edgespec_models.downloads.download import is_pulled, pulled_path
 
     known = list(entries().values())
     if as_json:
@@ -114,7 +114,7 @@ def _show_catalogue(as_json: bool) -> None:
         pulled = "yes" if is_pulled(entry) else "-"
         table.add_row(entry.name, entry.role, size(entry.size_bytes), entry.licence, pulled)
     for name, model in hub_names().items():
-        pulled = "yes" if pulled_place(name) else "-"
+        pulled = "yes" if pulled_path(name) else "-"
         table.add_row(name, "target", f"about {size(model.size_bytes)}", model.licence, pulled)
     output().print(table)
     if hub_names():
@@ -166,9 +166,9 @@ def pull(
         raise typer.BadParameter("name a model; 'edgespec models' lists them", param_hint="NAME...")
     for entry in pulled:
         _pull_one(entry, check=check, quiet=as_json)
-    places = {str(reference): _pull_from_hub(reference, quiet=as_json) for reference in references}
+    paths = {str(reference): _pull_from_hub(reference, quiet=as_json) for reference in references}
     if as_json:
-        from_hub = [{"name": name, "path": str(place)} for name, place in places.items()]
+        from_hub = [{"name": name, "path": str(path)} for name, path in paths.items()]
         print_json([*map(_describe, pulled), *from_hub])
 
 
@@ -199,9 +199,9 @@ def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
 
 def _describe_hub(model: "HubName") -> dict[str, object]:
     """A model of the hub as JSON, with the known keys of :func:`_describe`."""
-    from edgespec_models.downloads.download import pulled_place
+    from edgespec_models.downloads.download import pulled_path
 
-    path = pulled_place(model.name)
+    path = pulled_path(model.name)
     facts = {key: value for key, value in asdict(model).items() if key != "config"}
     return {**facts, "role": "target", "path": None if path is None else str(path)}
 

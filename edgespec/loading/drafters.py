@@ -18,7 +18,7 @@ from edgespec_models.decoders.config import MTP_ROWS, DecoderShape
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.downloads.catalog import entries, find, hub_heads, hub_names
-from edgespec_models.downloads.download import pulled_place
+from edgespec_models.downloads.download import pulled_path
 from edgespec_models.families import named
 
 _FAMILY, _OTHER = 0.84, 0.71
@@ -48,7 +48,7 @@ def choose(target: Bundle, reference: Reference) -> str:
     if name == NGRAM:
         _LOG.info("n-grams draft for %s: no model promises %.1f times its plain speed", reference, speed)
         return name
-    if pulled_place(name):
+    if pulled_path(name):
         _LOG.info("%s drafts for %s: decoding should be %.1f times as fast", name, reference, speed)
         return name
     if not Path(reference).exists():
@@ -96,7 +96,7 @@ def recommended(
     promised |= {
         name: expected_speed(head.acceptance, head.step_bytes / n_bytes, in_blocks=head.in_blocks)
         for name, head in hub_heads().items()
-        if reference in head.targets and pulled_place(name)
+        if reference in head.targets and pulled_path(name)
     }
     if layer is not None and isinstance(shape, Transformer):
         promised[str(layer)] = expected_speed(_MTP, mtp_price(shape))

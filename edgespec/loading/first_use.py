@@ -16,7 +16,7 @@ from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.downloads.catalog import CatalogueEntry, find
-from edgespec_models.downloads.download import pull, pulled_place
+from edgespec_models.downloads.download import pull, pulled_path
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError, shell_word
 from edgespec_models.families import named, read_config
@@ -131,7 +131,7 @@ def checkpoint_of(reference: str | Path) -> Path | None:
     path = Path(reference)
     if path.exists():
         return None if is_model(path) else path
-    return pulled_place(str(reference))
+    return pulled_path(str(reference))
 
 
 def mtp_layer(target: DecoderShape, left_out: object, reference: str | Path) -> Path | None:

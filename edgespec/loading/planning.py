@@ -26,7 +26,7 @@ from edgespec_models.decoders.kept import BLOCK, in_bytes
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.downloads.catalog import CatalogueEntry, HubName, entries, hub_names
-from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
+from edgespec_models.downloads.download import is_pulled, model_path, pulled_path
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import RequestError
 from edgespec_models.families import read_config
@@ -75,7 +75,7 @@ def plan(
         first = replace(first, name=" + ".join((first.name, *adapters)))
     if drafter == "auto":
         drafter = _drafter_of(located, first.export_bytes, str(target), portable=not _is_native(weights))
-        if Path(target).exists() and not (Path(drafter).exists() or pulled_place(drafter)):
+        if Path(target).exists() and not (Path(drafter).exists() or pulled_path(drafter)):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if isinstance(located, HubName) and drafter == located.name and located.mtp:

@@ -143,7 +143,7 @@ def test_no_reference_leads_out_of_its_folder(text: str) -> None:
     except RequestError:
         return
     root = reference.folder.parent.resolve()
-    for place in (reference.record, reference.place("0a" * 20)):
+    for place in (reference.record, reference.path("0a" * 20)):
         assert root in place.resolve().parents
 
 

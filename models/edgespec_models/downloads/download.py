@@ -35,8 +35,8 @@ def is_pulled(entry: CatalogueEntry) -> bool:
     return recorded == [entry.sha256] and length(path) == entry.size_bytes
 
 
-def pulled_place(name: str) -> Path | None:
-    """The place of the model of that name, of the catalogue or of the hub; None if it was not pulled."""
+def pulled_path(name: str) -> Path | None:
+    """The path of the model of that name, of the catalogue or of the hub; None if it was not pulled."""
     reference, entry = on_hub(name), entries().get(name)
     if reference is not None:
         return pulled_hub(reference)

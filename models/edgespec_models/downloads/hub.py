@@ -95,7 +95,7 @@ class HubReference:
         """The record of a complete pull of this reference."""
         return self.folder / "pulled" / f"{quote(str(self).removeprefix(PREFIX), safe='')}.json"
 
-    def place(self, commit: str) -> Path:
+    def path(self, commit: str) -> Path:
         """The directory, or the GGUF file, of a commit."""
         snapshot = self.folder / "snapshots" / commit
         return snapshot if self.filename is None else snapshot / self.filename
@@ -113,7 +113,7 @@ def on_hub(text: str) -> HubReference | None:
 
 
 def pulled_hub(reference: HubReference) -> Path | None:
-    """The place of the model if an earlier pull completed it and its files exist. Uses no network.
+    """The path of the model if an earlier pull completed it and its files exist. Uses no network.
 
     A commit may have been pulled under the name of a branch.
     """
@@ -124,9 +124,7 @@ def pulled_hub(reference: HubReference) -> Path | None:
             snapshot, sizes = reference.folder / "snapshots" / record["commit"], dict(record["sizes"])
             complete = bool(sizes) and all(length(snapshot / name) == size for name, size in sizes.items())
             if complete and (path == reference.record or record["commit"] == reference.revision):
-                return (
-                    snapshot / next(iter(sizes)) if reference.weights else reference.place(record["commit"])
-                )
+                return snapshot / next(iter(sizes)) if reference.weights else reference.path(record["commit"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # never pulled, or the record is damaged: pulled again
     return None
@@ -161,7 +159,7 @@ def pull_hub(
             record = {"commit": listing.commit, "sizes": sizes}
             with replacing(reference.record) as file:
                 file.write(json.dumps(record, indent=1).encode())
-    return reference.place(listing.commit)
+    return reference.path(listing.commit)
 
 
 @dataclass(frozen=True, slots=True)
