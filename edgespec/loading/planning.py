@@ -123,9 +123,7 @@ def look_up(
     return first_use.found_at(path, str(reference), ExportOptions(role, weights, adapters=adapters))
 
 
-def _drafter_of(
-    target: Found | HubName, export_bytes: int, reference: str = "", *, portable: bool = False
-) -> str:
+def _drafter_of(target: Found | HubName, n_bytes: int, reference: str, *, portable: bool) -> str:
     """The drafter that ``"auto"`` would choose, by the bundle, the catalogue, or the file and its export."""
 
     def layer(shape: DecoderShape, facts: Mapping[str, str]) -> Path | None:
@@ -133,22 +131,21 @@ def _drafter_of(
 
     if isinstance(target, CatalogueEntry) and target.drafter is not None:
         return target.drafter
+    digest: object = None
     if isinstance(target, Bundle):
-        total, facts, config = target.manifest.size_bytes, target.manifest.provenance, target.config
-        return drafters.recommended(config, total, facts.get("sha256"), reference, layer(config, facts))[0]
-    if isinstance(target, CatalogueEntry | HubName):
+        n_bytes, facts, config = target.manifest.size_bytes, target.manifest.provenance, target.config
+        digest, own = facts.get("sha256"), layer(config, facts)
+    elif isinstance(target, CatalogueEntry | HubName):
+        n_bytes, config = target.size_bytes, _config_of(target)
         own = Path(target.name) if isinstance(target, HubName) and target.mtp and not portable else None
-        return drafters.recommended(_config_of(target), target.size_bytes, None, reference, own)[0]
-    from edgespec_export.sources.open import open_checkpoint
+    else:
+        from edgespec_export.sources.open import open_checkpoint
 
-    known = {entry.size_bytes for entry in entries().values()}
-    with open_checkpoint(target) as checkpoint:
-        digest, config = (
-            checkpoint.digest(ignore_progress) if checkpoint.n_bytes in known else None,
-            checkpoint.config,
-        )
-        own = layer(config, checkpoint.changes)
-        return drafters.recommended(config, export_bytes, digest, reference, own)[0]
+        with open_checkpoint(target) as checkpoint:
+            config, own = checkpoint.config, layer(checkpoint.config, checkpoint.changes)
+            if checkpoint.n_bytes in {entry.size_bytes for entry in entries().values()}:
+                digest = checkpoint.digest(ignore_progress)
+    return drafters.recommended(config, n_bytes, digest, reference, own)[0]
 
 
 def footprint(
