@@ -120,12 +120,14 @@ class Models(InProcess, AbstractContextManager["Models"]):
         if (model := self.loaded.get(name)) is not None:
             return model.target
         from edgespec.loading.planning import look_up
+        from edgespec_export.options import ExportOptions
         from edgespec_models.downloads.catalog import HubName
 
         arguments = self._arguments[name]
         options = arguments.get("options") or LoadOptions()
         with suppress(EdgespecError):
-            found = look_up(arguments["target"], "target", options.weights, options.adapters)
+            export = ExportOptions("target", options.weights, adapters=options.adapters)
+            found = look_up(arguments["target"], export)
             if isinstance(found, Bundle) and options.chat_template is not None:
                 found.use_template(options.chat_template)
             return None if isinstance(found, HubName) else found

@@ -88,11 +88,12 @@ def serve(
     ) as listening:  # a taken port is an error before models are loaded
         from edgespec.loading.planning import look_up
         from edgespec.models import Models
+        from edgespec_export.options import ExportOptions
         from edgespec_models.downloads.hub import on_hub
 
         for target in targets[1:]:  # unknown names are errors now; names of the hub are looked up at a load
             if on_hub(target) is None:
-                look_up(target, "target", None)
+                look_up(target, ExportOptions())
         named = {_name_of(target): options.load_arguments(context, target=target) for target in targets}
         if len(named) < len(targets):
             raise RequestError(

@@ -6,6 +6,7 @@ from edgespec.loading.footprint import GPU_BYTES
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec.loading.options import LoadOptions
 from edgespec.loading.planning import footprint, look_up
+from edgespec_export.options import ExportOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, UnsupportedModelError
 from edgespec_models.storage import size
@@ -27,7 +28,8 @@ def choose_gpu(
     if cuda.provider not in machine.providers() or options.weights == "exact":
         return False, ""
     try:
-        model = look_up(target, "target", "portable", options.adapters)
+        export = ExportOptions("target", "portable", adapters=options.adapters)
+        model = look_up(target, export)
         if isinstance(model, Bundle) and model.path == Path(target):
             return False, ""
         if not (drafter in ("auto", NGRAM) or drafter is None):
@@ -35,7 +37,7 @@ def choose_gpu(
         device = resolve("cuda", machine)
         if isinstance(model, Path):
             _check(model)
-        planned = footprint(model, "target", "portable", adapters=options.adapters)
+        planned = footprint(model, export)
     except EdgespecError as error:
         return False, f"no GPU: {error}"
     memory = machine.gpu_memory(device.number)

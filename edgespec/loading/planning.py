@@ -20,7 +20,7 @@ from edgespec.loading.footprint import (
 )
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_export.options import ExportOptions
-from edgespec_models.bundles.bundle import Bundle, Role
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.decoders.kept import BLOCK, in_bytes
 from edgespec_models.decoders.record import record
@@ -69,24 +69,26 @@ def plan(
         RequestError: a context longer than the model's, a model of the hub that was not pulled.
         EdgespecError: a model that cannot be found, read or exported.
     """
-    located = look_up(target, "target", weights, adapters)
-    first = footprint(located, "target", weights, adapters=adapters)
+    options = ExportOptions("target", weights, adapters=adapters)
+    located = look_up(target, options)
+    first = footprint(located, options)
     if adapters:
         first = replace(first, name=" + ".join((first.name, *adapters)))
     if drafter == "auto":
-        drafter = _drafter_of(located, first.export_bytes, str(target), portable=not _is_native(weights))
+        drafter = _drafter_of(located, first.export_bytes, str(target), portable=not options.native)
         if Path(target).exists() and not (Path(drafter).exists() or pulled_path(drafter)):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if isinstance(located, HubName) and drafter == located.name and located.mtp:
-        second = _of_layer(located, weights)
+        second = _of_layer(located, options)
     elif drafter is not None and drafter != NGRAM:
+        options = ExportOptions("drafter", weights)
         source, path = first_use.checkpoint_of(target), Path(drafter)
         model: Found | HubName | None = None
         if source is not None and path.exists():
-            model = first_use.made_for(path, source, ExportOptions("drafter", weights))
-        model = model or (path if path == source else look_up(drafter, "drafter", weights))
-        second = footprint(model, "drafter", weights, source)
+            model = first_use.made_for(path, source, options)
+        model = model or (path if path == source else look_up(drafter, options))
+        second = footprint(model, replace(options, target=source))
     if kv == "8bit":
         first, second = in_8_bits(first), second and in_8_bits(second)
     longest = first.cache.longest
@@ -105,9 +107,7 @@ def in_8_bits(model: Footprint) -> Footprint:
     return replace(model, cache=replace(model.cache, kept=in_bytes(model.cache.kept)))
 
 
-def look_up(
-    reference: Reference, role: Role, weights: str | None, adapters: tuple[str, ...] = ()
-) -> Found | HubName:
+def look_up(reference: Reference, options: ExportOptions) -> Found | HubName:
     """Find what :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
     path: Path | None = Path(reference)
     named = None if Path(reference).exists() else on_hub(str(reference))
@@ -120,7 +120,7 @@ def look_up(
             f"{reference} is not on this machine, and a plan needs its files; run 'edgespec pull "
             f"{reference}' first"
         )
-    return first_use.found_at(path, str(reference), ExportOptions(role, weights, adapters=adapters))
+    return first_use.found_at(path, str(reference), options)
 
 
 def _drafter_of(target: Found | HubName, n_bytes: int, reference: str, *, portable: bool) -> str:
@@ -148,32 +148,27 @@ def _drafter_of(target: Found | HubName, n_bytes: int, reference: str, *, portab
     return drafters.recommended(config, n_bytes, digest, reference, own)[0]
 
 
-def footprint(
-    model: Found | HubName,
-    role: Role,
-    weights: str | None = None,
-    target: Path | None = None,
-    adapters: tuple[str, ...] = (),
-) -> Footprint:
-    """The footprint of a model of :func:`look_up`, with the same ``weights``. A head has a ``target``."""
+def footprint(model: Found | HubName, options: ExportOptions) -> Footprint:
+    """The footprint of a model of :func:`look_up`, with the same options. A head has a target in them."""
     if isinstance(model, Bundle):
-        return footprint_of(model, exact_rows=role == "target")
+        return footprint_of(model, exact_rows=options.role == "target")
     if isinstance(model, Path):
-        return _of_checkpoint(name_of(model, target), model, role, weights, target, adapters)
+        return _of_checkpoint(name_of(model, options.target), model, options)
     if isinstance(model, CatalogueEntry) and is_pulled(model):
-        return _of_checkpoint(model.name, model_path(model), role, weights, adapters=adapters)
+        return _of_checkpoint(model.name, model_path(model), replace(options, target=None))
     config, size = _config_of(model), model.size_bytes  # as its weights, because an export keeps them
     return _planned(
-        model.name, config, role, weights, _spread(config, size), download_bytes=size, export_bytes=size
+        model.name, config, options, _spread(config, size), download_bytes=size, export_bytes=size
     )
 
 
-def _of_layer(model: HubName, weights: str | None) -> Footprint:
+def _of_layer(model: HubName, options: ExportOptions) -> Footprint:
     """The footprint of the MTP layer in a model's file."""
     target = _config_of(model)
     layer, size = target.mtp_layer, round(drafters.mtp_price(target, whole=True) * model.size_bytes)
     assert layer is not None  # of a family with such layers
-    return _planned(f"{model.name}-mtp", layer, "drafter", weights, _spread(layer, size), export_bytes=size)
+    options = replace(options, role="drafter")
+    return _planned(f"{model.name}-mtp", layer, options, _spread(layer, size), export_bytes=size)
 
 
 def _spread(config: Transformer, size: int) -> dict[str, int]:
@@ -185,23 +180,16 @@ def _spread(config: Transformer, size: int) -> dict[str, int]:
     return {kind: size * count // sum(weights.values()) for kind, count in weights.items()}
 
 
-def _of_checkpoint(
-    name: str,
-    source: Path,
-    role: Role,
-    weights: str | None,
-    target: Path | None = None,
-    adapters: tuple[str, ...] = (),
-) -> Footprint:
+def _of_checkpoint(name: str, source: Path, options: ExportOptions) -> Footprint:
     """The footprint of the export of a checkpoint on this machine."""
     from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.open import is_head, open_checkpoint
 
-    is_draft = role == "drafter" and is_head(source, target)
-    with open_checkpoint(source, target if is_draft else None, adapters) as checkpoint:
-        by_class, file_bytes = weight_bytes(checkpoint, weights)
+    is_draft = options.role == "drafter" and is_head(source, options.target)
+    with open_checkpoint(source, options.target if is_draft else None, options.adapters) as checkpoint:
+        by_class, file_bytes = weight_bytes(checkpoint, options.weights)
         config = checkpoint.config
-    return _planned(name, config, role, weights, by_class, export_bytes=file_bytes)
+    return _planned(name, config, options, by_class, export_bytes=file_bytes)
 
 
 def _config_of(model: CatalogueEntry | HubName) -> Transformer:
@@ -215,23 +203,18 @@ def _config_of(model: CatalogueEntry | HubName) -> Transformer:
     )
 
 
-def _is_native(weights: str | None) -> bool:
-    return weights in (None, "exact")
-
-
 def _planned(
     name: str,
     config: Transformer,
-    role: Role,
-    weights: str | None,
+    options: ExportOptions,
     by_class: Mapping[str, int],
     *,
     export_bytes: int,
     download_bytes: int = 0,
 ) -> Footprint:
     """The footprint of an export for the CPU."""
-    native = _is_native(weights)
-    spare, step = int(not native and role == "target"), BLOCK if native else KV_STEP
+    native = options.native
+    spare, step = int(not native and options.role == "target"), BLOCK if native else KV_STEP
     kept = record(config).kept_in("float16" if native else "float32")
     cache = CacheSize(kept=kept, longest=config.context_length, spare=spare, step=step)
     state: State = "to be pulled" if download_bytes else "to be exported"

@@ -109,8 +109,9 @@ def test_a_checkpoint_is_planned_as_its_export_will_be(
         (path / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
     else:
         path = tiny_gguf(source, "Q4_K").write(tmp_path / "m.gguf")
-    before = footprint(look_up(path, role, weights), role, weights)
-    export_model(path, tmp_path / "out", options=ExportOptions(role=role, weights=weights))
+    options = ExportOptions(role=role, weights=weights)
+    before = footprint(look_up(path, options), options)
+    export_model(path, tmp_path / "out", options=options)
     bundle = Bundle(tmp_path / "out")
     after = footprint_of(bundle, exact_rows=role == "target")
     assert (before.state, after.state) == ("to be exported", "here")
@@ -156,7 +157,7 @@ def test_a_model_of_the_hub_with_a_name_is_planned_before_it_is_pulled(
 @pytest.mark.parametrize("name", [name for name, model in hub_names().items() if model.config])
 def test_names_of_the_hub_have_sizes_of_their_family(name: str) -> None:
     model = hub_names()[name]
-    target = footprint(model, "target")
+    target = footprint(model, ExportOptions())
     assert target.cache.bytes_per_token
     assert 0.3 < model.size_bytes / _weights_of(name) < 1.2  # bytes a weight, of 4 to 8 bits
 
@@ -174,7 +175,7 @@ def test_the_catalogue_knows_what_the_files_say(name: str, monkeypatch: pytest.M
     before = plan(name, None).target
     monkeypatch.undo()  # the machine's own home
     pull(find(name))
-    planned = footprint(look_up(name, "target", None), "target")
+    planned = footprint(look_up(name, ExportOptions()), ExportOptions())
     assert before.cache == planned.cache
     assert before.working_bytes == planned.working_bytes
     assert 0.8 < before.weights_bytes / planned.weights_bytes < 1.3
