@@ -15,7 +15,7 @@ from edgespec_models.decoders.operations import Attention, Backend
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
 from edgespec_models.families.family import Family
-from edgespec_models.families.mtp import MTPLayer
+from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
 from edgespec_models.families.names import EXPERTS, LAYER
 from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.rope import kind_of, scaling_of
@@ -43,12 +43,9 @@ class Latent(Transformer):
 
     @property
     def mtp_layer(self) -> Transformer:
-        """With attention and experts as its last layers. It reads the output of the last one."""
+        """With attention and experts as its last layers."""
         experts = self.experts and replace(self.experts, dense_layers=0)
-        reads = {"feature_layers": (self.num_layers,), "feature_width": self.hidden_size}
-        return self.become(
-            LatentMTP, architecture=MTP_LAYER.name, num_layers=1, layer_types=(), experts=experts, **reads
-        )
+        return mtp_layer_of(self, LatentMTP, MTP_LAYER.name, experts=experts)
 
     def attention(self, index: int) -> Attention:
         return replace(super().attention(index), latent=self.rank)
