@@ -77,7 +77,7 @@ def distance(target: Path, head: Path, reference: Reference) -> float:
         outputs = []
         for rows in rows_of_both:
             (predictions,) = session.model.predict_together([rows])
-            outputs.append((predictions.hidden.copy(), predictions.logits.copy()))
+            outputs.append([np.array(each) for each in (predictions.hidden, predictions.logits)])
     expected = reference(text[1:], read_by_target, states)
     apart = [
         np.sqrt(np.square(np.concatenate(parts) - wanted).mean(-1)) / wanted.std()

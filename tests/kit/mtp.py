@@ -98,9 +98,10 @@ def gguf(kind: str = "Q8_0", **facts: Any) -> TinyGGUF:
     model = converted(name, made, named, kind, tokens=VOCAB)
     model.metadata |= {f"{name}.block_count": layers + 1, f"{name}.nextn_predict_layers": 1}
     if kind_of(made) == "nemotron":  # which has attention and experts there
-        for key in ("attention.head_count_kv", "feed_forward_length"):
-            counts = model.metadata[f"{name}.{key}"]
-            model.metadata[f"{name}.{key}"] = [*counts, max(counts)]  # type: ignore[misc]
+        for key in (f"{name}.attention.head_count_kv", f"{name}.feed_forward_length"):
+            counts = model.metadata[key]
+            assert isinstance(counts, list)
+            model.metadata[key] = [*counts, max(counts)]
     return model
 
 

@@ -93,7 +93,11 @@ def _usual(facts: Facts) -> Facts:
 
 
 def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
-    """Older files state the widths of the form that is not absorbed."""
+    """Older files state the widths of the form that is not absorbed.
+
+    Many lack ``expert_gating_func``: experts whose choice has a bias have sigmoids then. llama.cpp tells
+    GLM-4.7-Flash by 47 layers and 154,880 tokens instead.
+    """
     rank, turned = keys.integer("attention.kv_lora_rank"), keys.integer("rope.dimension_count")
     widths = [keys.integer(f"attention.{kind}_length") for kind in ("key", "value")]
     if keys.value("attention.key_length_mla") is not None:
