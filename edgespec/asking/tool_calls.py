@@ -523,6 +523,7 @@ FORMS: Final = (
     Form("hermes", _SHOWS_TAGGED, ("<tool_call>",), _TAGGED),
     Form("phi", r"<\|/tool(?:_call)?\|>", _LISTS, ("<|tool_call|>[", ", ", "]<|/tool_call|>")),
     Form("granite", r"<\|tool_call\|>", _LISTS, ("<|tool_call|>[", ", ", "]")),
+    Form("nemotron", "<TOOLCALL>", ("<TOOLCALL>",), ("<TOOLCALL>[", ", ", "]</TOOLCALL>")),
     Form("functools", r"functools\[", _LISTS, ("functools[", ", ", "]")),
     Form("llama3", _SHOWS_BARE, ("<|python_tag|>",), ("", None, ""), partial(_in_json, key="parameters")),
 )

@@ -15,8 +15,10 @@
 namespace {
 
 using namespace stand_in;
+using edgespec::Cells;
 using edgespec::kFormatCount;
 using edgespec::kFormats;
+using edgespec::kScaled;
 using edgespec::ort::kFloat;
 using edgespec::ort::kFloat16;
 using edgespec::ort::kInt64;
@@ -138,7 +140,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t kv_heads = 1 + choices.below(3), heads = kv_heads * (1 + choices.below(3));
   const bool halves = kCells == Cells::halves, latent = halves && kv_heads == 1 && choices.below(2);
   int64_t head_dim = latent ? 16 * (1 + choices.below(4)) : 2 + choices.below(70);
-  if (!halves) head_dim = choices.number(kScaled * (1 + choices.below(3)));
+  if (!halves) head_dim = kScaled * (1 + choices.below(3));
   const int64_t value_dim = latent ? head_dim - 2 * (1 + choices.below(7)) : head_dim;
   const int64_t rows = 1 + choices.below(20), past = choices.below(120);
   const int64_t half = (latent ? head_dim - value_dim : head_dim) / (choices.below(2) ? 4 : 2);

@@ -79,6 +79,16 @@ def test_what_is_thought_of_calling_is_not_called() -> None:
             assert answer.content == ("" if calls else "No.") == answer.message["content"]
 
 
+def test_calls_between_tags_may_follow_thoughts_that_the_prompt_opens() -> None:
+    """As Nemotron 3 writes them."""
+    source = "{% if tools %}{{ tools }}{% endif %}{# <tool_call>\n<function= #}" + R1
+    calls = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    with scripted(source, f"Add them.\n</think>\n{calls * 2}") as model:
+        answer = model.chat(ASK, tools=TOOLS)
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", {"a": 1})] * 2
+        assert (answer.reasoning, answer.content) == ("Add them.", "")
+
+
 @pytest.mark.parametrize("thoughts", ["", "[THINK]Add them.[/THINK]", "[THINK]Add them.[/THINK]\n"])
 def test_a_call_that_a_control_token_begins_may_follow_thoughts_at_once(thoughts: str) -> None:
     source = "{% if tools %}{{ tools }}{% endif %}{# [TOOL_CALLS] [ARGS] #}" + MAGISTRAL

@@ -248,6 +248,7 @@ TAGGED = (
         ("args", "[TOOL_CALLS]", f"make[ARGS]{ARGS}[TOOL_CALLS]make[ARGS]{ARGS % 1}"),
         ("args", '{"name": "make", "arguments":', f"{ARGS}}}"),
         ("granite", "<|tool_call|>", f"[{JSON}]"),
+        ("nemotron", "<TOOLCALL>[", f"{JSON}, {JSON % 2}]</TOOLCALL>"),
         ("functools", "functools[", f"{JSON}]"),
         ("llama3", '{"name": "make", "parameters":', f"{ARGS}}}"),
         ("harmony", "commentary to=functions.make <|constrain|>json<|message|>", ARGS),

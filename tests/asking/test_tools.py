@@ -316,6 +316,7 @@ FORCED = [
     ("functools", WRITERS[11][1]),
     ("llama3", WRITERS[13][1]),
     ("lfm2", WRITERS[17][1]),
+    ("nemotron", WRITERS[21][1]),
     ("gemma4", WRITERS[18][1]),
 ]
 

@@ -60,9 +60,11 @@ def text_of(seed: int, tokens: int) -> list[int]:
 
 
 def distance(target: Path, head: Path, reference: Reference) -> float:
-    """How far rows that know the target, and rows behind them, are from the reference, in its deviation."""
+    """How far nine of ten rows are from the reference, in its deviation: in one, rounding may choose other
+    experts. The first rows know the target, the others are behind them.
+    """
     text, known = text_of(0, 24), 16
-    streams = open_cpu(Bundle(target), read_layers=(LAYERS,))
+    streams = open_cpu(Bundle(target), read_layers=Bundle(head).config.feature_layers)
     session = open_cpu(Bundle(head))
     with closing(streams), closing(session):
         read_by_target = streams_of(streams, text)[:known]
@@ -75,12 +77,13 @@ def distance(target: Path, head: Path, reference: Reference) -> float:
         outputs = []
         for rows in rows_of_both:
             (predictions,) = session.model.predict_together([rows])
-            outputs.append((predictions.hidden, predictions.logits.copy()))
+            outputs.append([np.array(each) for each in (predictions.hidden, predictions.logits)])
     expected = reference(text[1:], read_by_target, states)
-    return max(
-        float(np.sqrt(np.square(np.concatenate(parts) - wanted).mean()) / wanted.std())
+    apart = [
+        np.sqrt(np.square(np.concatenate(parts) - wanted).mean(-1)) / wanted.std()
         for parts, wanted in zip(zip(*cast(Any, outputs), strict=True), expected, strict=True)
-    )
+    ]
+    return max(float(np.quantile(rows, 0.9)) for rows in apart)
 
 
 # ---- What it computes --------------------------------------------------------------------------------------
@@ -95,22 +98,36 @@ def test_a_layer_of_a_file_computes_the_formula(pair: tuple[Bundle, Bundle]) -> 
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_a_layer_with_experts_computes_the_formula(tmp_path: Path, is_file: bool) -> None:
-    facts = mtp.config("qwen35_moe")
+@pytest.mark.parametrize("case", ["qwen35_moe", "glm4_moe_lite", "nemotron_h_moe"])
+def test_a_layer_with_experts_computes_the_formula(tmp_path: Path, case: str, is_file: bool) -> None:
     if is_file:
-        source = mtp.gguf(case="qwen35_moe").write(tmp_path / "m.gguf")
+        source = mtp.gguf(case=case).write(tmp_path / "m.gguf")
     else:
-        source = mtp.write_hf(tmp_path / "m", case="qwen35_moe")
+        source = mtp.write_hf(tmp_path / "m", case=case)
     eight = None if is_file else Quantization(bits=8)
     export_model(source, tmp_path / "target", options=ExportOptions(quantization=eight))
     export_model(source, tmp_path / "head", options=drafts_for(source, quantization=eight))
-    assert distance(tmp_path / "target", tmp_path / "head", Reference(facts)) < NEAR
+    right = Reference(mtp.config(case))
+    assert distance(tmp_path / "target", tmp_path / "head", right) < NEAR
+    for wrong in (replace(right, is_normed=False), replace(right, swapped=True)):
+        assert distance(tmp_path / "target", tmp_path / "head", wrong) > 3 * NEAR
     answers = []
     for drafter in (None, tmp_path / "head"):
         with edgespec.load(tmp_path / "target", drafter) as model:
             draft_eagerly(model)
             answers.append(model.generate("one two three", max_new_tokens=30, stop_at_eos=False))
     assert answers[0].tokens == answers[1].tokens and answers[1].stats.by_source["model"].drafted > 5
+
+
+def test_a_directory_and_a_file_hold_the_same_layer(tmp_path: Path) -> None:
+    made, case = list[bytes](), "glm4_moe_lite"
+    for source in (
+        mtp.write_hf(tmp_path / "m", case=case),
+        mtp.gguf("F32", case=case).write(tmp_path / "m.gguf"),
+    ):
+        export_model(source, tmp_path / f"{source.name}-head", options=drafts_for(source))
+        made.append((tmp_path / f"{source.name}-head" / "model.onnx.data").read_bytes())
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("tied", [False, True])

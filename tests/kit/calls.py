@@ -141,6 +141,7 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("gemma4", _in_marks),
     ("glm", _pairs),
     ("glm", lambda calls: _pairs(calls, "\n")),
+    ("nemotron", _list("<TOOLCALL>", "</TOOLCALL>")),
 )
 """Names of forms, and ways to write calls in them."""
 

@@ -1,5 +1,6 @@
 """The tiny checkpoints of :mod:`tests.kit.hf` as the GGUF files that llama.cpp's converter makes."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -299,7 +300,7 @@ def _take_gpt_oss(model: TinyGGUF, layer: str, kind: str, tensors: Tensors, sour
 
 def _renamed(source: str, architecture: str) -> str:
     names = _TENSORS | (_POST_NORMED if architecture in _POST_NORMED_FILES else {})
-    names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss", "seed_oss")) else {}
+    names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss", "seed_oss", "nemotron")) else {}
     names |= _LFM3 if architecture == "lfm3" else {}
     *_, layer, kind = source.split(".", 3)
     if kind in _PARAMETERS:
@@ -342,7 +343,7 @@ def _plain_nemotron(source: str) -> str:
         source = source.replace(f"backbone.{name}.", f"model.{usual}.")
     layer, mixer, kind = source.replace("backbone.", "model.").partition(".mixer.")
     if not mixer:
-        return layer.replace(".norm.", ".input_layernorm.") if ".layers." in layer else layer
+        return re.sub(r"(layers\.\d+)\.norm\.", r"\1.input_layernorm.", layer)
     if "e_score" in kind:
         return f"{layer}.feed_forward.expert_bias"
     part = next((part for start, part in _MIXERS if kind.startswith(start)), "mamba.")

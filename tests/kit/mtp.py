@@ -1,9 +1,11 @@
-"""A tiny Qwen3.5 with its MTP layer (arXiv 2412.19437), and what that layer computes, in plain NumPy.
+"""Tiny models with an MTP layer (arXiv 2412.19437), and what that layer computes, in plain NumPy.
 
-Weights have seven bits, so files in F32 and Q8_0 hold the same values.
+The formulas are those of llama.cpp's graphs (``src/models/qwen35.cpp``, ``deepseek2.cpp`` and
+``nemotron-h-moe.cpp``), but for Nemotron's last norm (:mod:`edgespec_models.families.nemotron`). Weights have
+seven bits, so files in F32 and Q8_0 hold the same values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,29 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.kit.gguf import TinyGGUF
-from tests.kit.gguf_cases import converted
+from tests.kit.gguf_cases import ARCHITECTURES, converted
 from tests.kit.hf import F32, VOCAB, Tensors, config_of, drawn, shapes, weights, write_with_tokenizer
 
 LAYERS = 4
-"""Of the model without its MTP layer, which is block 4 of GGUF files."""
-_PARTS = {
-    "fc": "eh_proj",
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-    "norm": "shared_head.norm",
+"""Of the Qwen3.5 without its MTP layer, which is block 4 of GGUF files."""
+_NORMS = {"embed_norm": "enorm", "fuse_norm": "hnorm", "final_norm": "shared_head.norm"}
+_PARTS: Mapping[str, Mapping[str, str]] = {
+    "qwen": {
+        "both": "mtp.fc",
+        "embed_norm": "mtp.pre_fc_norm_embedding",
+        "fuse_norm": "mtp.pre_fc_norm_hidden",
+        "final_norm": "mtp.norm",
+    },
+    "nemotron": {
+        "both": "mtp.layers.0.eh_proj",
+        "embed_norm": "mtp.layers.0.enorm",
+        "fuse_norm": "mtp.layers.0.hnorm",
+        "final_norm": "mtp.layers.1.final_layernorm",
+    },
+    "glm": {"both": "model.layers.3.eh_proj"}
+    | {name: f"model.layers.3.{theirs}" for name, theirs in _NORMS.items()},
 }
-"""What llama.cpp's converter calls the tensors that lie in no layer."""
+"""The hub's names of what no other layer has."""
 
 
 def config(case: str = "qwen35", **facts: Any) -> dict[str, Any]:
@@ -31,18 +44,29 @@ def config(case: str = "qwen35", **facts: Any) -> dict[str, Any]:
     return {**config_of(case), "mtp_num_hidden_layers": 1, "eos_token_id": 2, **facts}
 
 
+def kind_of(facts: Mapping[str, Any]) -> str:
+    """The kind of model: ``qwen``, ``nemotron`` or ``glm``."""
+    return next(kind for kind in _PARTS if facts["model_type"].startswith(kind))
+
+
 def layer_weights(facts: Mapping[str, Any], seed: int = 5) -> Tensors:
-    """The tensors of the MTP layer."""
-    whole, hidden = {**facts, "num_hidden_layers": LAYERS}, facts["hidden_size"]
-    attends = f"model.layers.{LAYERS - 1}."
+    """The tensors of the MTP layer, by the names of the hub."""
+    hidden, kind = facts["hidden_size"], kind_of(facts)
+    # The layers that it is like, and where it lies.
+    places = {
+        "qwen": {f"model.layers.{LAYERS - 1}.": "mtp.layers.0."},
+        "glm": {"model.layers.2.": "model.layers.3."},
+        "nemotron": {"backbone.layers.3.": "mtp.layers.0.", "backbone.layers.4.": "mtp.layers.1."},
+    }[kind]
     shaped = {
-        f"mtp.layers.0.{name.removeprefix(attends)}": shape
-        for name, shape in shapes(whole).items()
-        if name.startswith(attends)
+        name.replace(like, place): shape
+        for like, place in places.items()
+        for name, shape in shapes(facts).items()
+        if name.startswith(like)
     }
-    shaped |= {"mtp.fc.weight": (hidden, 2 * hidden)}
-    shaped |= {f"mtp.{name}.weight": (hidden,) for name in _PARTS if name != "fc"}
-    return drawn(shaped, seed, norm=0)
+    shaped |= {f"{name}.weight": (hidden,) for own, name in _PARTS[kind].items() if own != "both"}
+    shaped |= {f"{_PARTS[kind]['both']}.weight": (hidden, 2 * hidden)}
+    return drawn(shaped, seed, norm=int(kind != "qwen"))
 
 
 def tensors(facts: Mapping[str, Any]) -> Tensors:
@@ -59,14 +83,25 @@ def write_hf(folder: Path, **facts: Any) -> Path:
 def gguf(kind: str = "Q8_0", **facts: Any) -> TinyGGUF:
     """The same as llama.cpp's converter writes it into one file."""
     made, named = config(**facts), dict[str, F32]()
+    layers = made["num_hidden_layers"]
+    parts = {name: own for own, name in _PARTS[kind_of(made)].items()}
     for name, values in tensors(made).items():
-        renamed = name.replace("mtp.layers.0.", f"model.layers.{LAYERS}.")
-        for part, theirs in _PARTS.items():
-            renamed = renamed.replace(f"mtp.{part}.", f"model.layers.{LAYERS}.{theirs}.")
+        own = parts.get(name.removesuffix(".weight"))
+        if own is not None:
+            renamed = f"model.layers.{layers}.{_NORMS.get(own, 'eh_proj')}.weight"
+        else:
+            renamed = name.replace("mtp.layers.1.norm", f"model.layers.{layers}.post_attention_layernorm")
+            renamed = renamed.replace("mtp.layers.1.", "mtp.layers.0.")
+            renamed = renamed.replace("mtp.layers.0.", f"model.layers.{layers}.")
         named[renamed] = values
-    name = "qwen35" if made["model_type"] == "qwen3_5_text" else "qwen35moe"
+    name = ARCHITECTURES.get(made["model_type"], f"{made['model_type']}_moe")
     model = converted(name, made, named, kind, tokens=VOCAB)
-    model.metadata |= {f"{name}.block_count": LAYERS + 1, f"{name}.nextn_predict_layers": 1}
+    model.metadata |= {f"{name}.block_count": layers + 1, f"{name}.nextn_predict_layers": 1}
+    if kind_of(made) == "nemotron":  # which has attention and experts there
+        for key in (f"{name}.attention.head_count_kv", f"{name}.feed_forward_length"):
+            counts = model.metadata[key]
+            assert isinstance(counts, list)
+            model.metadata[key] = [*counts, max(counts)]
     return model
 
 
@@ -105,31 +140,66 @@ class Reference:
 
     def __call__(self, ids: Sequence[int], streams: F32, states: F32) -> tuple[Any, Any]:
         """What leaves the layer, and logits, ``(n, ...)``; ``ids`` are the tokens behind what is known."""
-        named = tensors(self.facts)
-        known = self.norm(streams, named["model.norm.weight"]) if self.is_normed else streams
-        known = np.concatenate([known, self.norm(states, named["mtp.norm.weight"])])
-        embedded = named["model.embed_tokens.weight"][list(ids)].astype(np.float64)
-        both = [
-            self.norm(embedded, named["mtp.pre_fc_norm_embedding.weight"]),
-            self.norm(known, named["mtp.pre_fc_norm_hidden.weight"]),
-        ]
-        x = np.concatenate(both[:: -1 if self.swapped else 1], axis=1) @ named["mtp.fc.weight"].T
-        of = {name.removeprefix("mtp.layers.0."): values for name, values in named.items()}
-        x = x + self.attended(self.norm(x, of["input_layernorm.weight"]), of)
-        x = x + self.mixed(self.norm(x, of["post_attention_layernorm.weight"]), of)
-        head = named.get("lm_head.weight", named["model.embed_tokens.weight"])
-        return x, self.norm(x, named["mtp.norm.weight"]) @ head.T
+        named, parts = tensors(self.facts), _PARTS[kind_of(self.facts)]
+        own = {name: named[f"{place}.weight"] for name, place in parts.items()}
+        first, last = _OUTER[kind_of(self.facts)]
+        known = self.norm(streams, named[last]) if self.is_normed else streams
+        known = np.concatenate([known, self.norm(states, own["final_norm"])])
+        embedded = named[first][list(ids)].astype(np.float64)
+        both = [self.norm(embedded, own["embed_norm"]), self.norm(known, own["fuse_norm"])]
+        x = np.concatenate(both[:: -1 if self.swapped else 1], axis=1) @ own["both"].T
+        x = _LAYERS[kind_of(self.facts)](self, x, named)
+        return x, self.norm(x, own["final_norm"]) @ named.get("lm_head.weight", named[first]).T
 
-    def mixed(self, x: Any, of: Mapping[str, F32]) -> Any:
-        """The MLP; or those of the experts that are most likely, by their shares, and the shared one."""
+    def qwen(self, x: Any, named: Mapping[str, F32]) -> Any:
+        """Gated attention, and an MLP or experts."""
+        of = _under("mtp.layers.0.", named)
+        x = x + self.gated_attention(self.norm(x, of["input_layernorm.weight"]), of)
+        h = self.norm(x, of["post_attention_layernorm.weight"])
+        return x + self.qwens_experts(h, of) if "num_experts" in self.facts else x + mlp(h, "mlp.", of)
 
-        def mlp(rows: Any, gate: F32, up: F32, down: F32) -> Any:
-            gates = rows @ gate.T
-            return (gates / (1 + np.exp(-gates)) * (rows @ up.T)) @ down.T
+    def nemotron(self, x: Any, named: Mapping[str, F32]) -> Any:
+        """Attention without positions, and experts, each with a norm."""
+        of, then = (_under(f"mtp.layers.{n}.", named) for n in (0, 1))
+        h = self.norm(x, of["norm.weight"])
+        width = self.facts["head_dim"]
+        query, key, value = (
+            (h @ of[f"mixer.{n}_proj.weight"].T).reshape(len(h), -1, width).swapaxes(0, 1) for n in "qkv"
+        )
+        x = x + attended(query, key, value, width**-0.5) @ of["mixer.o_proj.weight"].T
+        h = self.norm(x, then["norm.weight"])
+        return x + self.experts(h, "mixer.", then, squared_mlp)
 
-        names = ("gate", "up", "down")
-        if "num_experts" not in self.facts:
-            return mlp(x, *(of[f"mlp.{name}_proj.weight"] for name in names))
+    def glm(self, x: Any, named: Mapping[str, F32]) -> Any:
+        """Latent attention, not absorbed, and experts."""
+        of, facts = _under("model.layers.3.", named), self.facts
+        h = self.norm(x, of["input_layernorm.weight"])
+        still, rank, heads = facts["qk_nope_head_dim"], facts["kv_lora_rank"], facts["num_attention_heads"]
+        query = self.norm(h @ of["self_attn.q_a_proj.weight"].T, of["self_attn.q_a_layernorm.weight"])
+        query = (query @ of["self_attn.q_b_proj.weight"].T).reshape(len(h), heads, -1).swapaxes(0, 1)
+        known = h @ of["self_attn.kv_a_proj_with_mqa.weight"].T
+        latent = self.norm(known[:, :rank], of["self_attn.kv_a_layernorm.weight"])
+        both = (latent @ of["self_attn.kv_b_proj.weight"].T).reshape(len(h), heads, -1).swapaxes(0, 1)
+        turned = np.repeat(self.neighbours_turned(known[None, :, rank:]), heads, 0)
+        key = np.concatenate([both[..., :still], turned], -1)
+        query = np.concatenate([query[..., :still], self.neighbours_turned(query[..., still:])], -1)
+        y = attended(query, key, both[..., still:], key.shape[-1] ** -0.5)
+        x = x + y @ of["self_attn.o_proj.weight"].T
+        return x + self.experts(self.norm(x, of["post_attention_layernorm.weight"]), "mlp.", of, mlp)
+
+    def experts(self, x: Any, place: str, of: Mapping[str, F32], one: "MLP") -> Any:
+        """The experts with the highest biased sigmoids, by their shares, and one for all tokens."""
+        scores = 1 / (1 + np.exp(-x @ of[f"{place}gate.weight"].T))
+        biased = scores + of[f"{place}gate.e_score_correction_bias"]
+        y = one(x, f"{place}shared_experts.", of)
+        for row, chosen in enumerate(np.argsort(-biased)[:, : self.facts["num_experts_per_tok"]]):
+            shares = scores[row, chosen] / (scores[row, chosen].sum() + 1e-20)
+            for expert, share in zip(chosen, shares * self.facts["routed_scaling_factor"], strict=True):
+                y[row] += share * one(x[row], f"{place}experts.{expert}.", of)
+        return y
+
+    def qwens_experts(self, x: Any, of: Mapping[str, F32]) -> Any:
+        """The experts that are most likely, by their shares, and the shared one."""
         shares = np.exp(x @ of["mlp.gate.weight"].T)
         shares /= shares.sum(-1, keepdims=True)
         mixed, width = np.zeros_like(x), self.facts["moe_intermediate_size"]
@@ -137,13 +207,13 @@ class Reference:
             chosen = np.argsort(-share)[: self.facts["num_experts_per_tok"]]
             for expert in chosen:
                 both, down = of["mlp.experts.gate_up_proj"][expert], of["mlp.experts.down_proj"][expert]
-                mixed[row] += (
-                    share[expert] / share[chosen].sum() * mlp(x[row], both[:width], both[width:], down)
-                )
-        shared = mlp(x, *(of[f"mlp.shared_expert.{name}_proj.weight"] for name in names))
+                named = {"gate_proj": both[:width], "up_proj": both[width:], "down_proj": down}
+                named = {f"{name}.weight": values for name, values in named.items()}
+                mixed[row] += share[expert] / share[chosen].sum() * mlp(x[row], "", named)
+        shared = mlp(x, "mlp.shared_expert.", of)
         return mixed + shared / (1 + np.exp(-x @ of["mlp.shared_expert_gate.weight"].T))
 
-    def attended(self, x: Any, of: Mapping[str, F32]) -> Any:
+    def gated_attention(self, x: Any, of: Mapping[str, F32]) -> Any:
         """Gated attention: the gate of each head lies behind its query."""
         width, heads = self.facts["head_dim"], self.facts["num_attention_heads"]
         both = (x @ of["self_attn.q_proj.weight"].T).reshape(len(x), heads, 2 * width)
@@ -151,35 +221,29 @@ class Reference:
             (x @ of[f"self_attn.{name}_proj.weight"].T).reshape(len(x), -1, width).swapaxes(0, 1)
             for name in "kv"
         )
-        query, gate = both[..., :width].swapaxes(0, 1), both[..., width:]
+        query, gate = both[..., :width].swapaxes(0, 1), both[..., width:].reshape(len(x), -1)
         query = self.turned(self.norm(query, of["self_attn.q_norm.weight"]))
         key = self.turned(self.norm(key, of["self_attn.k_norm.weight"]))
-        shared = heads // len(key)
-        scores = query @ np.repeat(key, shared, 0).swapaxes(1, 2) / np.sqrt(width)
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = shares / shares.sum(-1, keepdims=True) @ np.repeat(value, shared, 0)
-        gated = mixed.swapaxes(0, 1) / (1 + np.exp(-gate))
-        return gated.reshape(len(x), -1) @ of["self_attn.o_proj.weight"].T
+        y = attended(query, key, value, width**-0.5)
+        return y / (1 + np.exp(-gate)) @ of["self_attn.o_proj.weight"].T
 
     def turned(self, heads: Any) -> Any:
         """The first quarter of each head, by halves."""
         parameters = self.facts["rope_parameters"]
         width = int(heads.shape[-1] * parameters["partial_rotary_factor"])
-        frequencies = parameters["rope_theta"] ** (-np.arange(0, width, 2) / width)
-        angles = np.outer(np.arange(heads.shape[1]), frequencies)
         first, second, rest = np.split(heads, [width // 2, width], axis=-1)
-        turned = (
-            first * np.cos(angles) - second * np.sin(angles),
-            second * np.cos(angles) + first * np.sin(angles),
-        )
-        return np.concatenate([*turned, rest], -1)
+        return np.concatenate([*pairs_turned(first, second, parameters["rope_theta"]), rest], -1)
+
+    def neighbours_turned(self, heads: Any) -> Any:
+        """All elements of each head, neighbouring ones together."""
+        pairs = pairs_turned(heads[..., ::2], heads[..., 1::2], self.facts["rope_theta"])
+        return np.stack(pairs, -1).reshape(heads.shape)
 
     def norm(self, x: Any, weight: F32) -> Any:
-        """RMSNorm; files of the hub have the weights less 1."""
-        x = np.asarray(x, np.float64)
-        epsilon = self.facts["rms_norm_eps"]
-        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + epsilon) * (1.0 + weight)
+        """RMSNorm; files of the hub of Qwen3.5 have the weights less 1."""
+        x, more = np.asarray(x, np.float64), float(kind_of(self.facts) == "qwen")
+        epsilon = self.facts.get("layer_norm_epsilon", self.facts["rms_norm_eps"])
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + epsilon) * (more + weight)
 
     def draft(self, streams: F32, text: Sequence[int], count: int) -> tuple[list[int], list[float]]:
         """Tokens behind ``text``, with margins: how far each logit is above the second, in deviations.
@@ -195,6 +259,45 @@ class Reference:
             clear.append(float((best - second) / logits[-1].std()))
             states = np.concatenate([states, left[-1:].astype(np.float32)])
         return drafted, clear
+
+
+MLP = Callable[[Any, str, Mapping[str, F32]], Any]
+_OUTER = dict.fromkeys(("qwen", "glm"), ("model.embed_tokens.weight", "model.norm.weight"))
+_OUTER["nemotron"] = "backbone.embeddings.weight", "backbone.norm_f.weight"
+_LAYERS = {"qwen": Reference.qwen, "nemotron": Reference.nemotron, "glm": Reference.glm}
+
+
+def mlp(x: Any, place: str, of: Mapping[str, F32]) -> Any:
+    """An MLP with gates."""
+    gates, ups = (x @ of[f"{place}{name}_proj.weight"].T for name in ("gate", "up"))
+    return gates / (1 + np.exp(-gates)) * ups @ of[f"{place}down_proj.weight"].T
+
+
+def squared_mlp(x: Any, place: str, of: Mapping[str, F32]) -> Any:
+    """An MLP without gates, of squares of what is positive."""
+    return np.square(np.maximum(x @ of[f"{place}up_proj.weight"].T, 0)) @ of[f"{place}down_proj.weight"].T
+
+
+def attended(query: Any, key: Any, value: Any, scale: float) -> Any:
+    """Causal attention of ``(heads, n, width)``, all heads side by side."""
+    shared = len(query) // len(key)
+    scores = query @ np.repeat(key, shared, 0).swapaxes(1, 2) * scale
+    scores = np.where(np.tri(query.shape[1], dtype=bool), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = shares / shares.sum(-1, keepdims=True) @ np.repeat(value, shared, 0)
+    return mixed.swapaxes(0, 1).reshape(query.shape[1], -1)
+
+
+def pairs_turned(first: Any, second: Any, theta: float) -> tuple[Any, Any]:
+    """The elements of pairs ``(heads, n, pairs)``, turned by their positions."""
+    frequencies = theta ** (-np.arange(first.shape[-1]) / first.shape[-1])
+    angles = np.outer(np.arange(first.shape[1]), frequencies)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def _under(place: str, named: Mapping[str, F32]) -> dict[str, F32]:
+    return {name.removeprefix(place): values for name, values in named.items() if name.startswith(place)}
 
 
 def streams_of(session: Any, text: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -131,6 +131,7 @@ SHOWN = {
     "granite": showing("<|tool_call|> followed by a JSON list"),
     "lfm2": showing('List of tools: [{"type": "function", ...}]'),
     "gemma4": showing("<|tool_call>call:name{...}<tool_call|>"),
+    "nemotron": showing('<TOOLCALL>[{{"name": "tool_name1", "arguments": ...}}]</TOOLCALL>'),
     "functools": showing('functools[{"name": ...}]'),
 }
 """A template of each form."""

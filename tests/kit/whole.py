@@ -366,7 +366,7 @@ def _drafters() -> dict[str, Whole]:
             speculators = partial(_speculators, kind.get("chained", False))
             write = partial(_head_directory, block_heads.write_target, speculators)
             bundles[f"{name}/of speculators"] = Whole(write, DRAFTS)
-    for case in ("qwen35", "qwen35_moe"):
+    for case in ("qwen35", "qwen35_moe", "glm4_moe_lite", "nemotron_h_moe"):
         bundles[f"MTP layer of {case}/directory"] = Whole(partial(_layer_of_directory, case), DRAFTS)
         bundles[f"MTP layer of {case}/file"] = Whole(partial(_layer_of_file, case), DRAFTS)
     bundles["MTP layer of qwen35/trimmed"] = Whole(

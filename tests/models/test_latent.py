@@ -28,17 +28,8 @@ from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 from tests.kit.drafters import same_with_drafts
 from tests.kit.gguf import TinyGGUF
-from tests.kit.gguf_cases import converted, gguf_of, q8_0
-from tests.kit.heads import drafts_for
-from tests.kit.hf import (
-    VOCAB,
-    config_of,
-    drawn,
-    shapes,
-    weights,
-    write_directory,
-    write_with_tokenizer,
-)
+from tests.kit.gguf_cases import gguf_of, q8_0
+from tests.kit.hf import config_of, shapes, weights, write_directory
 from tests.kit.kernels import sets
 from tests.kit.native import tiny_native
 from tests.kit.states import check_rows, rows_in_one_pass
@@ -216,29 +207,6 @@ def test_matrices_of_heads_that_do_not_fit_are_named(tmp_path: Path) -> None:
 def test_what_is_not_computed_is_refused(changed: dict[str, Any], words: str) -> None:
     with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
         read_config(Facts(config_of("glm4_moe_lite") | changed, "config.json"))
-
-
-def test_the_mtp_layer_of_a_directory_and_of_a_file_drafts(tmp_path: Path) -> None:
-    config, place = config_of("glm4_moe_lite") | {"eos_token_id": 2}, "model.layers.3."
-    shaped = {
-        name.replace("layers.2.", "layers.3."): shape
-        for name, shape in shapes(config).items()
-        if "layers.2." in name
-    }
-    shaped |= {f"{place}{name}.weight": (64,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    shaped[f"{place}eh_proj.weight"] = 64, 128
-    tensors = weights(config) | drawn(shaped, 5)
-    file = converted("deepseek2", config, tensors, "F32", tokens=VOCAB)
-    file.metadata |= {"deepseek2.block_count": 4, "deepseek2.nextn_predict_layers": 1}
-    written = list[bytes]()
-    for source in (write_with_tokenizer(tmp_path / "m", config, tensors), file.write(tmp_path / "m.gguf")):
-        target, head = tmp_path / f"{source.name}-target", tmp_path / f"{source.name}-head"
-        export_model(source, target)
-        export_model(source, head, options=drafts_for(source))
-        written.append((head / "model.onnx.data").read_bytes())
-        ((drafted, _),) = same_with_drafts(target, [head], ["one two three"], max_new_tokens=30)
-        assert drafted > 5
-    assert written[0] == written[1]
 
 
 def test_a_layer_behind_the_last_is_left_out(tmp_path: Path) -> None:

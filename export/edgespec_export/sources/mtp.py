@@ -2,9 +2,11 @@
 
 A checkpoint has the layer behind its own layers; llama.cpp's converter writes it into the same file, or into
 a file ``mtp-*.gguf``. Its names are in ``src/llama-arch.cpp`` (``nextn``) and
-``conversion/qwen.py`` of github.com/ggml-org/llama.cpp, its computation in ``src/models/qwen35.cpp``.
+``conversion/`` of github.com/ggml-org/llama.cpp, its computation in ``src/models/qwen35.cpp``,
+``deepseek2.cpp`` and ``nemotron-h-moe.cpp``.
 """
 
+import re
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +25,7 @@ from edgespec_models.files.tensors import Tensor
 from edgespec_models.storage import model_name
 
 _NONE: Final = "is no head and has no MTP layer; only these have a target. Leave out --target"
+_SUBLAYER: Final = re.compile(r"layers\.[01]\.")  # of Nemotron's, which are numbered
 _GGUF = {"token_embd.weight": "embed", "output_norm.weight": "target_norm", "output.weight": "lm_head"}
 
 
@@ -84,8 +87,8 @@ class GGUFLayer(_Layer, GGUFCheckpoint):
                     own = self._of_block(name, kind, "gguf")
                 if own is not None:
                     named[own] = tensor
-            if "target_norm" in named:
-                named.setdefault("final_norm", named["target_norm"])  # as in llama.cpp
+            if "target_norm" in named and "own_lm_head" in names.values():  # as in llama.cpp
+                named.setdefault("final_norm", named["target_norm"])
             self._complete(named)
 
 
@@ -102,7 +105,11 @@ class HFLayer(_Layer, HFCheckpoint):
                 kind = inner.removeprefix(place)
                 own = names.get(inner, names.get(kind))
                 if own is None and kind != inner:
-                    own = self._of_block(name, kind.removeprefix("layers.0."), "hub")
+                    own = self._of_block(name, _SUBLAYER.sub("", kind), "hub")
+                if own in named:
+                    raise UnsupportedModelError(
+                        f"{path.name} has {name!r} beside {named[own].name!r}; allowed: one MTP layer"
+                    )
                 if own is not None:
                     named[own] = file.tensor(name)
             if not any(own.startswith("layers.") for own in named):

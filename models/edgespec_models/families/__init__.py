@@ -31,6 +31,7 @@ from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
 from edgespec_models.families.names import KEYS
+from edgespec_models.families.nemotron import MTP_LAYER as NEMOTRON_MTP
 from edgespec_models.families.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from edgespec_models.families.olmo2 import OLMO2, OLMO3
 from edgespec_models.families.phi3 import PHI3
@@ -142,7 +143,7 @@ def tower_named(name: object) -> type[Tower] | None:
 
 def decoder_named(name: object) -> type[Transformer] | None:
     """The decoders that manifests call ``name``; None without such."""
-    families = (*MODELS, *HEADS, DFLASH2, ASSISTANT, MTP_LAYER, LATENT_MTP)
+    families = (*MODELS, *HEADS, DFLASH2, ASSISTANT, MTP_LAYER, LATENT_MTP, NEMOTRON_MTP)
     return next((family.decoder for family in families if family.name == name), None)
 
 

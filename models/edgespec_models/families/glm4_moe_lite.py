@@ -15,7 +15,7 @@ from edgespec_models.decoders.operations import Attention, Backend
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
 from edgespec_models.families.family import Family
-from edgespec_models.families.mtp import MTPLayer
+from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
 from edgespec_models.families.names import EXPERTS, LAYER
 from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.rope import kind_of, scaling_of
@@ -43,12 +43,9 @@ class Latent(Transformer):
 
     @property
     def mtp_layer(self) -> Transformer:
-        """With attention and experts as its last layers. It reads the output of the last one."""
+        """With attention and experts as its last layers."""
         experts = self.experts and replace(self.experts, dense_layers=0)
-        reads = {"feature_layers": (self.num_layers,), "feature_width": self.hidden_size}
-        return self.become(
-            LatentMTP, architecture=MTP_LAYER.name, num_layers=1, layer_types=(), experts=experts, **reads
-        )
+        return mtp_layer_of(self, LatentMTP, MTP_LAYER.name, experts=experts)
 
     def attention(self, index: int) -> Attention:
         return replace(super().attention(index), latent=self.rank)
@@ -96,7 +93,11 @@ def _usual(facts: Facts) -> Facts:
 
 
 def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
-    """Older files state the widths of the form that is not absorbed."""
+    """Older files state the widths of the form that is not absorbed.
+
+    Many lack ``expert_gating_func``: experts whose choice has a bias have sigmoids then. llama.cpp tells
+    GLM-4.7-Flash by 47 layers and 154,880 tokens instead.
+    """
     rank, turned = keys.integer("attention.kv_lora_rank"), keys.integer("rope.dimension_count")
     widths = [keys.integer(f"attention.{kind}_length") for kind in ("key", "value")]
     if keys.value("attention.key_length_mla") is not None:

@@ -5,9 +5,12 @@ Models that have one state its tensors' names as :attr:`~edgespec_models.familie
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from edgespec_models.decoders.operations import Backend
 from edgespec_models.decoders.transformer import Transformer
+
+T = TypeVar("T", bound="MTPLayer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +41,10 @@ class MTPLayer(Transformer):
                 f"{self.num_layers} layers read features {self.feature_width} wide; an MTP layer is alone "
                 f"and reads features as wide as its stream, {self.hidden_size}"
             )
+
+
+def mtp_layer_of(target: Transformer, kind: type[T], architecture: str, **changes: Any) -> T:
+    """The layer of ``target``, whose facts it has but for ``changes``. It reads the last layer's output."""
+    reads = {"feature_layers": (target.num_layers,), "feature_width": target.hidden_size}
+    changes = {"num_layers": 1, "layer_types": (), **reads, **changes}
+    return target.become(kind, architecture=architecture, **changes)

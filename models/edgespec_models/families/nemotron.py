@@ -2,6 +2,9 @@
 
 transformers raises small time steps to ``time_step_min`` in passes of several tokens, but not of one. As in
 llama.cpp they stay as they are here, because the bits of a token must not depend on how a text is cut.
+
+The last norm of an MTP layer is an RMSNorm, as in NVIDIA's TensorRT-LLM and in vLLM; llama.cpp b11434 also
+subtracts the mean.
 """
 
 from collections.abc import Collection
@@ -14,6 +17,7 @@ from edgespec_models.decoders.transformer import FULL, Transformer
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.families.granite import GRANITE, MAMBA, MAMBA_NAMES, Granite, mamba_fields
+from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
 from edgespec_models.families.names import OUTER
 from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.windows import last_layers, layer_kinds
@@ -43,6 +47,13 @@ class NemotronH(Granite):
     NEEDS = MappingProxyType({**Granite.NEEDS, MOE: ("experts",)})
     activation = "relu2"
 
+    @property
+    def mtp_layer(self) -> Transformer | None:
+        """With attention and experts as in its own layers; None without experts."""
+        if self.experts is None:
+            return None
+        return mtp_layer_of(self, NemotronMTP, MTP_LAYER.name, mamba=None, conv_taps=None)
+
     def layer(self, b: Backend, index: int, x: Any) -> Any:
         h = b.norm(x, "attn_norm")
         sublayer = self.mlp if self.layer_type(index) in (MLP, MOE) else self.mixed
@@ -52,6 +63,14 @@ class NemotronH(Granite):
         if self.layer_type(index) == MLP:
             return self.dense(b, h, self.intermediate_size)
         return super().mlp(b, index, h)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronMTP(MTPLayer, NemotronH):
+    """Its MTP layer, which is attention and experts, with a norm each."""
+
+    NEEDS = Granite.NEEDS
+    layer = Transformer.layer
 
 
 def _usual(facts: Facts) -> Facts:
@@ -114,6 +133,7 @@ def _read(facts: Facts, family: Family) -> Transformer:
     return trunk(facts, family, sliding=last_layers(facts, family), **fields)
 
 
+MTP_LAYER = Family(name="nemotron_h-mtp", kind="head", decoder=NemotronMTP)
 NEMOTRON_H = Family(
     name="nemotron_h",
     gguf="nemotron_h",
@@ -166,6 +186,13 @@ NEMOTRON_H_MOE = NEMOTRON_H._replace(
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 7688,
         "shared_expert_intermediate_size": 7688,
+    },
+    mtp={
+        "both": ("mtp.layers.0.eh_proj.weight", "nextn.eh_proj.weight"),
+        "embed_norm": ("mtp.layers.0.enorm.weight", "nextn.enorm.weight"),
+        "fuse_norm": ("mtp.layers.0.hnorm.weight", "nextn.hnorm.weight"),
+        "final_norm": ("mtp.layers.1.final_layernorm.weight", "nextn.shared_head_norm.weight"),
+        "layers.0.mlp_norm": ("mtp.layers.1.norm.weight", "post_attention_norm.weight"),
     },
     dense=NEMOTRON_H,
 )

@@ -13,7 +13,7 @@ from edgespec_models.decoders.transformer import FULL, Transformer
 from edgespec_models.errors import ModelFileError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.families.lfm2 import Taps
-from edgespec_models.families.mtp import MTPLayer
+from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
 from edgespec_models.families.names import EXPERTS, LAYER
 from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.windows import every_nth_sees_all, last_layers, layer_count, layer_kinds
@@ -39,10 +39,8 @@ class Qwen35(Transformer):
 
     @property
     def mtp_layer(self) -> Transformer:
-        """With attention as in its own layers. It reads the output of the last one."""
-        without = {"num_layers": 1, "layer_types": (), "conv_taps": None, "delta": None}
-        reads = {"feature_layers": (self.num_layers,), "feature_width": self.hidden_size}
-        return self.become(Qwen35MTP, architecture=MTP_LAYER.name, **without, **reads)
+        """With attention as in its own layers."""
+        return mtp_layer_of(self, Qwen35MTP, MTP_LAYER.name, conv_taps=None, delta=None)
 
     def attention(self, index: int) -> Attention:
         return replace(super().attention(index), gated=True)
