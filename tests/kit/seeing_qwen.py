@@ -1,0 +1,138 @@
+"""A tiny Qwen3.5 that sees, its pictures, and prompts with them; with an MTP layer where a test wants one.
+
+``tools/make_hf_golden.py`` has transformers read the directory. Needs numpy only, where that runs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.kit import seeing
+from tests.kit.hf import Tensors, config_of, drawn, shapes, weights, write_directory
+from tests.kit.tokenizers import byte_level_json
+
+VOCAB, WIDTH, NEW = 320, 64, 24
+EOS, BEGIN, MARKER, END = 1, 3, 4, 5
+SPECIALS = ("<pad>", "<eos>", "<turn>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+SHOWN = "".join(SPECIALS[BEGIN:])
+TEMPLATE = seeing.TEMPLATE.replace("<|image|>", SHOWN)
+SIZES = ((37, 101), (150, 83), (9, 400), (301, 203))
+"""Heights and widths of the pictures; the last is shrunk, the others grow."""
+BUDGET = 128
+PROMPTS: tuple[tuple[str | int, ...], ...] = (
+    ("read it", 0),
+    (1, "read the letters and tell me what they say"),
+    ("first ", 3, " and then ", 2, " and what is the same?"),
+    (2, 0, 2),
+)
+"""Texts and numbers of pictures."""
+
+
+def picture(number: int) -> npt.NDArray[np.uint8]:
+    return seeing.picture(number, SIZES)
+
+
+def config(**vision: Any) -> dict[str, Any]:
+    text = {
+        **config_of("qwen35"),
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 1024,
+        "full_attention_interval": 2,
+        "eos_token_id": EOS,
+        "hidden_size": WIDTH,
+    }
+    tower = {
+        "model_type": "qwen3_5",
+        "deepstack_visual_indexes": [],
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 81,
+        "out_hidden_size": WIDTH,
+    }
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {**tower, **vision},
+        "vision_start_token_id": BEGIN,
+        "image_token_id": MARKER,
+        "vision_end_token_id": END,
+        "video_token_id": VOCAB - 1,
+        "tie_word_embeddings": False,
+        "eos_token_id": EOS,
+    }
+
+
+def tower_tensors(facts: dict[str, Any]) -> Tensors:
+    hidden, mlp, side = facts["hidden_size"], facts["intermediate_size"], facts["patch_size"]
+    joined = hidden * facts["spatial_merge_size"] ** 2
+    products = {"merger.linear_fc1": (joined, joined), "merger.linear_fc2": (WIDTH, joined)}
+    norms = ["merger.norm"]
+    for layer in range(facts["depth"]):
+        prefix = f"blocks.{layer}."
+        norms += [f"{prefix}norm1", f"{prefix}norm2"]
+        products |= {
+            f"{prefix}attn.qkv": (3 * hidden, hidden),
+            f"{prefix}attn.proj": (hidden, hidden),
+            f"{prefix}mlp.linear_fc1": (mlp, hidden),
+            f"{prefix}mlp.linear_fc2": (hidden, mlp),
+        }
+    every: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (hidden, 3, 2, side, side),
+        "patch_embed.proj.bias": (hidden,),
+        "pos_embed.weight": (facts["num_position_embeddings"], hidden),
+    }
+    for name, shape in products.items():
+        every |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        every |= {f"{name}.{kind}": (hidden,) for kind in ("weight", "bias")}
+    tensors = drawn(every, 5)
+    for name in norms:
+        tensors[f"{name}.weight"] += not name.endswith("norm")  # those that drawn takes for no norm's
+    return {f"visual.{name}": values for name, values in tensors.items()}
+
+
+def mtp_tensors(text: dict[str, Any]) -> Tensors:
+    """The MTP layer of a text model, whose layer is like its own with attention."""
+    layer = f"model.layers.{text['full_attention_interval'] - 1}."
+    every = {
+        f"mtp.layers.0.{name.removeprefix(layer)}": shape
+        for name, shape in shapes(text).items()
+        if name.startswith(layer)
+    }
+    every["mtp.fc.weight"] = WIDTH, 2 * WIDTH
+    norms = "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"
+    return drawn(every | dict.fromkeys(norms, (WIDTH,)), 6, norm=0)
+
+
+def tensors_of(facts: dict[str, Any]) -> Tensors:
+    """Of text and tower, by the hub's names."""
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): values
+        for name, values in weights(facts["text_config"]).items()
+    }
+    return tensors | {f"model.{name}": values for name, values in tower_tensors(facts["vision_config"]).items()}
+
+
+def write(folder: Path, *, mtp: bool = False, **vision: Any) -> Path:
+    """The directory as the hub has it."""
+    facts = config(**vision)
+    tensors = tensors_of(facts)
+    if mtp:
+        facts["text_config"]["mtp_num_hidden_layers"] = 1
+        tensors |= mtp_tensors(facts["text_config"])
+    write_directory(folder, facts, tensors)
+    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1, specials=SPECIALS), "utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "pad_token": "<pad>"}), "utf-8"
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    return folder
