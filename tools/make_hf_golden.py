@@ -302,6 +302,10 @@ def compare(folder: Path, llama_cpp: Path, cases: Iterable[str]) -> None:
         made = folder / f"{case}.gguf"
         convert(llama_cpp, source, made, *(["--no-mtp"] if "linear_num_key_heads" in config else []))
         print(f"{case}: {'; '.join(differences(gguf_of(case), made)) or 'the same'}")
+    if "qwen35" in cases:
+        source, made = seeing_qwen.write(folder / "seeing_qwen"), folder / "mmproj.gguf"
+        convert(llama_cpp, source, made, "--mmproj")
+        print(f"its tower: {'; '.join(differences(seeing_qwen.mmproj(), made)) or 'the same'}")
 
 
 def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:

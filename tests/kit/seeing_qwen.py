@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.kit import seeing
+from tests.kit.gguf import TinyGGUF
 from tests.kit.hf import Tensors, config_of, drawn, shapes, weights, write_directory
 from tests.kit.tokenizers import byte_level_json
 
@@ -119,6 +120,9 @@ def tensors_of(facts: dict[str, Any]) -> Tensors:
         name.replace("model.", "model.language_model.", 1): values
         for name, values in weights(facts["text_config"]).items()
     }
+    for name in tensors:
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensors[name] += 1  # so that much hangs on positions
     return tensors | {f"model.{name}": values for name, values in tower_tensors(facts["vision_config"]).items()}
 
 
@@ -135,4 +139,49 @@ def write(folder: Path, *, mtp: bool = False, **vision: Any) -> Path:
         json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "pad_token": "<pad>"}), "utf-8"
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    half = [0.5] * 3
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": half, "image_std": half}), "utf-8")
     return folder
+
+
+def mmproj(**changed: object) -> TinyGGUF:
+    """The tower as llama.cpp's converter writes it."""
+    facts = config()["vision_config"]
+    sizes: dict[str, object] = {
+        "projection_dim": WIDTH,
+        "embedding_length": facts["hidden_size"],
+        "feed_forward_length": facts["intermediate_size"],
+        "block_count": facts["depth"],
+        "attention.head_count": facts["num_heads"],
+        "attention.layer_norm_epsilon": config()["text_config"]["rms_norm_eps"],
+        "patch_size": facts["patch_size"],
+        "spatial_merge_size": facts["spatial_merge_size"],
+        "is_deepstack_layers": [False] * facts["depth"],
+        **changed,
+    }
+    metadata = {f"clip.vision.{key}": value for key, value in sizes.items() if value is not None}
+    file = TinyGGUF("clip", {"clip.projector_type": "qwen3vl_merger", **metadata})
+    for name, values in tower_tensors(facts).items():
+        stored = name.removeprefix("visual.")
+        for old, new in _NAMES.items():
+            stored = stored.replace(old, new)
+        file.tensors[stored] = "F32", values
+    frames = file.tensors.pop("v.patch_embd.weight")[1]
+    for frame, end in enumerate(("", ".1")):
+        file.tensors[f"v.patch_embd.weight{end}"] = "F32", np.ascontiguousarray(frames[:, :, frame])
+    return file
+
+
+_NAMES = {
+    "patch_embed.proj": "v.patch_embd",
+    "pos_embed": "v.position_embd",
+    "blocks.": "v.blk.",
+    "merger.norm": "v.post_ln",
+    "merger.linear_fc1": "mm.0",
+    "merger.linear_fc2": "mm.2",
+    "norm": "ln",
+    "attn.qkv": "attn_qkv",
+    "attn.proj": "attn_out",
+    "mlp.linear_fc1": "ffn_up",
+    "mlp.linear_fc2": "ffn_down",
+}
