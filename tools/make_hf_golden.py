@@ -256,7 +256,18 @@ def store_seeing_qwen(folder: Path) -> None:
         for number, picture in enumerate(seen):
             made = model.get_image_features(picture["pixel_values"], picture["image_grid_thw"])
             found[f"vectors_{number}"] = made.pooler_output[0].numpy()[::3]
-    np.savez_compressed(OUT / "seeing_qwen", **found | answers(model, core, seeing_qwen, seen, counts))
+    found["sizes"] = [
+        module.smart_resize(*shape, 2 * patch, 64 * 4 * patch**2, budget * 4 * patch**2)
+        for budget in seeing_qwen.BUDGETS
+        for shape in seeing_qwen.SHAPES
+    ]
+    found |= answers(model, core, seeing_qwen, seen, counts)
+    for number, prompt in enumerate(seeing_qwen.PROMPTS):
+        grids = torch.cat([seen[part]["image_grid_thw"] for part in prompt if isinstance(part, int)])
+        ids = torch.tensor([found[f"tokens_{number}"]])
+        places, _ = model.model.get_rope_index(ids, (ids == seeing_qwen.MARKER).int(), grids)
+        found[f"positions_{number}"] = places[:, 0].T.numpy().astype(np.int16)
+    np.savez_compressed(OUT / "seeing_qwen", **found)
 
 
 def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:

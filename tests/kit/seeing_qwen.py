@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from tests.kit import seeing
 from tests.kit.gguf import TinyGGUF
-from tests.kit.hf import Tensors, config_of, drawn, shapes, weights, write_directory
+from tests.kit.gguf_cases import converted
+from tests.kit.hf import Tensors, config_of, drawn, weights, write_directory
+from tests.kit.mtp import layer_weights
 from tests.kit.tokenizers import byte_level_json
 
 VOCAB, WIDTH, NEW = 320, 64, 24
@@ -30,6 +32,11 @@ PROMPTS: tuple[tuple[str | int, ...], ...] = (
     (2, 0, 2),
 )
 """Texts and numbers of pictures."""
+
+
+SHAPES = ((1, 1), (1, 200), (16, 17), (33, 33), (40, 39), (7000, 100), (3000, 4000), (1080, 1920), (500, 513))
+"""Heights and widths of pictures whose sizes the goldens hold, for each of :data:`BUDGETS`."""
+BUDGETS = (256, 1024, 4096)
 
 
 def picture(number: int) -> npt.NDArray[np.uint8]:
@@ -101,38 +108,22 @@ def tower_tensors(facts: dict[str, Any]) -> Tensors:
     return {f"visual.{name}": values for name, values in tensors.items()}
 
 
-def mtp_tensors(text: dict[str, Any]) -> Tensors:
-    """The MTP layer of a text model, whose layer is like its own with attention."""
-    layer = f"model.layers.{text['full_attention_interval'] - 1}."
-    every = {
-        f"mtp.layers.0.{name.removeprefix(layer)}": shape
-        for name, shape in shapes(text).items()
-        if name.startswith(layer)
-    }
-    every["mtp.fc.weight"] = WIDTH, 2 * WIDTH
-    norms = "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"
-    return drawn(every | dict.fromkeys(norms, (WIDTH,)), 6, norm=0)
-
-
-def tensors_of(facts: dict[str, Any]) -> Tensors:
-    """Of text and tower, by the hub's names."""
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): values
-        for name, values in weights(facts["text_config"]).items()
-    }
+def text_tensors(facts: dict[str, Any], *, mtp: bool = False) -> Tensors:
+    """Of the text model, perhaps with its MTP layer, by the names that it has alone."""
+    tensors = weights(facts) | (layer_weights(facts) if mtp else {})
     for name in tensors:
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             tensors[name] += 1  # so that much hangs on positions
-    return tensors | {f"model.{name}": values for name, values in tower_tensors(facts["vision_config"]).items()}
+    return tensors
 
 
 def write(folder: Path, *, mtp: bool = False, **vision: Any) -> Path:
     """The directory as the hub has it."""
     facts = config(**vision)
-    tensors = tensors_of(facts)
-    if mtp:
-        facts["text_config"]["mtp_num_hidden_layers"] = 1
-        tensors |= mtp_tensors(facts["text_config"])
+    text, tower = text_tensors(facts["text_config"], mtp=mtp), tower_tensors(facts["vision_config"])
+    facts["text_config"]["mtp_num_hidden_layers"] = int(mtp)
+    tensors = {name.replace("model.", "model.language_model.", 1): values for name, values in text.items()}
+    tensors |= {f"model.{name}": values for name, values in tower.items()}
     write_directory(folder, facts, tensors)
     (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1, specials=SPECIALS), "utf-8")
     (folder / "tokenizer_config.json").write_text(
@@ -142,6 +133,15 @@ def write(folder: Path, *, mtp: bool = False, **vision: Any) -> Path:
     half = [0.5] * 3
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": half, "image_std": half}), "utf-8")
     return folder
+
+
+def text_gguf() -> TinyGGUF:
+    """The text model as llama.cpp's converter writes it, with the tokens that surround pictures."""
+    facts = config()["text_config"]
+    model = converted("qwen35", facts, text_tensors(facts), "Q8_0", tokens=VOCAB)
+    tokens: Any = model.metadata["tokenizer.ggml.tokens"]
+    tokens[BEGIN : END + 1] = SPECIALS[BEGIN:]
+    return model
 
 
 def mmproj(**changed: object) -> TinyGGUF:
