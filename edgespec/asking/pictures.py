@@ -109,7 +109,7 @@ class Pictures:
     def positions(self, start: int, end: int) -> _Positions | None:
         """Times, rows and columns of rows from ``start`` to before ``end``; None if they are ordinary.
 
-        A picture's rows have the time of its beginning. Behind it goes on with the next number that no part has.
+        A picture's rows have the time of its beginning. The text behind goes on with the next free number.
         """
         if not self._has_axes:
             return None

@@ -135,11 +135,11 @@ class Unread:
 
 
 Seen = Callable[[Rows, int], Rows]
-"""From rows of a head, and the place of their first token in the text, to the rows with pictures among them."""
+"""From rows of a head, and the place of the first in the text, to the rows with pictures among them."""
 
 
 class HeadReader(_StateReader):
-    """Reads a text with a head's session; the prompt has ``length`` tokens, and pictures if there is ``seen``."""
+    """Reads a text with a head's session; the prompt has ``length`` tokens, and ``seen`` for pictures."""
 
     def __init__(self, session: Session, curve: CostCurve, length: int, seen: Seen | None = None) -> None:
         super().__init__(session, curve)

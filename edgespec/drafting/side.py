@@ -102,9 +102,7 @@ class DrafterSide:
         self._followers.forget()
         self._words.clear()
 
-    def _head(
-        self, session: Session, target: Session, length: int, room: int, seen: "Seen | None"
-    ) -> Source:
+    def _head(self, session: Session, target: Session, length: int, room: int, seen: "Seen | None") -> Source:
         """The source that drafts with a head behind a prompt of ``length`` tokens.
 
         ``room`` is the number of tokens that the request may add.

@@ -131,7 +131,9 @@ def write(folder: Path, *, mtp: bool = False, **vision: Any) -> Path:
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     half = [0.5] * 3
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": half, "image_std": half}), "utf-8")
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": half, "image_std": half}), "utf-8"
+    )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A tiny Qwen3.5 that sees, beside transformers, where it is not as Gemma 4: positions, its MTP layer, files."""
+"""A tiny Qwen3.5 that sees: beside transformers, with its MTP layer, what it keeps, and its files."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -153,8 +153,12 @@ def test_positions_are_those_of_transformers(bundle: Bundle, number: int) -> Non
     end = len(known)
     np.testing.assert_array_equal(pictures.positions(0, end), known)
     behind = known.max() + 1 + np.arange(7)
-    np.testing.assert_array_equal(pictures.positions(end - 1, end + 7), [known[-1], *zip(behind, behind, behind, strict=True)])
-    np.testing.assert_array_equal(pictures.positions(end + 3, end + 7), np.repeat(behind[3:, None], 3, axis=1))
+    np.testing.assert_array_equal(
+        pictures.positions(end - 1, end + 7), [known[-1], *zip(behind, behind, behind, strict=True)]
+    )
+    np.testing.assert_array_equal(
+        pictures.positions(end + 3, end + 7), np.repeat(behind[3:, None], 3, axis=1)
+    )
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -167,7 +171,9 @@ def test_choices_are_those_of_transformers(sees: Bundle, number: int) -> None:
         logits = logits_of(session, pictures, 0, end, kit.NEW)
         blurred = pictures.vectors(0, end)
         session.rewind(0)
-        (at_places,) = session.model.predict_together([Rows(session, pictures.tokens, kit.NEW, vectors=blurred)])
+        (at_places,) = session.model.predict_together(
+            [Rows(session, pictures.tokens, kit.NEW, vectors=blurred)]
+        )
     known = GOLDEN[f"logits_{number}"]
     assert np.linalg.norm(logits[0] - known) < 0.08 * np.linalg.norm(known)
     assert np.linalg.norm(at_places.logits[0] - known) > 0.15 * np.linalg.norm(known)
@@ -205,7 +211,9 @@ def test_drafts_and_other_answers_change_nothing(bundle: Bundle, head: Bundle) -
                 assert sum(count.drafted for count in counts if count is not None) > 10
 
 
-def test_an_mtp_layer_reads_vectors_at_the_positions_of_the_tokens_before(bundle: Bundle, head: Bundle) -> None:
+def test_an_mtp_layer_reads_vectors_at_the_positions_of_the_tokens_before(
+    bundle: Bundle, head: Bundle
+) -> None:
     assert head.manifest.vision is None and not (head.path / "vision.onnx").exists()
     pictures = pictured(bundle, 2)
     count = len(pictures.tokens) - 1
@@ -271,7 +279,10 @@ def test_a_known_picture_is_not_seen_again_after_a_restart(
 ) -> None:
     """And what follows goes on at the same positions."""
     options = replace(OPTIONS, prompt_cache_bytes=1 << 30)
-    question, more = shown(*kit.PROMPTS[2]), shown(*kit.PROMPTS[2], " and what more do you see in both of them?")
+    question, more = (
+        shown(*kit.PROMPTS[2]),
+        shown(*kit.PROMPTS[2], " and what more do you see in both of them?"),
+    )
     with load(bundle.path, None, options=OPTIONS) as opened:
         expected = [opened.chat(asked, **FREE).tokens for asked in (question, more)]
     with load(bundle.path, None, options=options) as opened:
@@ -302,13 +313,17 @@ def test_two_pictures_share_nothing_and_the_same_one_all(bundle: Bundle) -> None
         assert before.tokens == back.tokens
 
 
-def test_with_text_alone_it_is_the_model_without_eyes(bundle: Bundle, session: Session, tmp_path: Path) -> None:
+def test_with_text_alone_it_is_the_model_without_eyes(
+    bundle: Bundle, session: Session, tmp_path: Path
+) -> None:
     facts = kit.config()["text_config"]
     blind = kit.write(tmp_path / "blind")
     write_directory(blind, facts, kit.text_tensors(facts))
     export_model(blind, tmp_path / "bundle")
     made = Bundle(tmp_path / "bundle")
-    assert not made.reads_images and "row_positions" not in (made.path / "model.onnx").read_bytes().decode("latin-1")
+    assert not made.reads_images and "row_positions" not in (made.path / "model.onnx").read_bytes().decode(
+        "latin-1"
+    )
     with closing(open_cpu(made, ONE)) as reads:
         for text in ([9, 8, 7], list(range(10, 60))):
             for opened in (session, reads):
@@ -322,7 +337,11 @@ def test_with_text_alone_it_is_the_model_without_eyes(bundle: Bundle, session: S
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 20_000), st.floats(1, 200), st.booleans(), st.integers(1, 20_000))
 def test_any_picture_fits_its_budget(
-    bundle: Bundle, short: int, ratio: float, upright: bool, tokens: int  # noqa: FBT001
+    bundle: Bundle,
+    short: int,
+    ratio: float,
+    upright: bool,
+    tokens: int,
 ) -> None:
     tower, sides = tower_of(bundle), sorted((short, int(short * ratio)), reverse=upright)
     budget = tower.budget("auto", tokens)
@@ -342,9 +361,11 @@ def test_a_budget_is_what_is_asked_for(bundle: Bundle, detail: str, tokens: int 
 
 def test_a_picture_that_is_too_long_is_refused(bundle: Bundle) -> None:
     line = {"type": "image", "image": Image.new("RGB", (402, 2))}
-    with load(bundle.path, None, options=OPTIONS) as opened:
-        with pytest.raises(RequestError, match="402 x 2 pixels.* 200 times as long"):
-            opened.count_tokens([{"role": "user", "content": [line]}])
+    with (
+        load(bundle.path, None, options=OPTIONS) as opened,
+        pytest.raises(RequestError, match=r"402 x 2 pixels.* 200 times as long"),
+    ):
+        opened.count_tokens([{"role": "user", "content": [line]}])
 
 
 @pytest.mark.parametrize("names", [("image_min_pixels", "image_max_pixels"), ("min_pixels", "max_pixels")])
@@ -357,7 +378,9 @@ def test_a_file_may_state_the_limits(names: tuple[str, str], tmp_path: Path) -> 
     assert [tower.budget("high", None), tower.budget("auto", 3)] == [100, 16]
 
 
-@pytest.mark.parametrize("changed", [{"is_deepstack_layers": [False, True]}, {"deepstack_visual_indexes": [1]}])
+@pytest.mark.parametrize(
+    "changed", [{"is_deepstack_layers": [False, True]}, {"deepstack_visual_indexes": [1]}]
+)
 def test_features_for_the_decoders_layers_are_refused_by_name(
     changed: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

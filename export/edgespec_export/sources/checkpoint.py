@@ -57,8 +57,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         stack: holds the open files.
         changes: changes to the files' weights, for a bundle's provenance.
         sampling: the sampling that the files advise; None for heads too.
-        tower: what makes vectors of pictures, and its tensors by the names of its parameters; None without. An
-            MTP layer reads the vectors of its target's.
+        tower: what makes vectors of pictures, and its tensors by the names of its parameters; None without.
+            An MTP layer has its target's.
     """
 
     path: Path

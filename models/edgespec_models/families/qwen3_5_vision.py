@@ -1,4 +1,4 @@
-"""The tower of Qwen3.5 and its successors: layers of a ViT, and vectors of 2 x 2 patches, which lie on a grid.
+"""The tower of Qwen3.5 and its successors: a ViT, and vectors of 2 x 2 patches, which lie on a grid.
 
 It is Qwen3-VL's without features for the decoder's first layers (Bai et al. 2025, arXiv 2511.21631).
 """
@@ -39,7 +39,7 @@ class Qwen35Tower(Tower):
         patch: side of a patch in pixels.
         merged: side of the square of patches that becomes a vector.
         positions: positions of a side in the table.
-        frames: whether files have a patch's weights frame by frame; of a still image both frames are the same.
+        frames: whether files have a patch's weights frame by frame; the two frames of a picture are the same.
         fewest: the least vectors of a picture, to which smaller ones are enlarged.
         most: the most.
         epsilon: epsilon of all norms.
@@ -128,12 +128,16 @@ class Qwen35Tower(Tower):
         x = b.op("MatMul", values, b.op("Transpose", self._of_patches(b, area)))
         x = b.op("Add", x, b.parameter(f"{_TOWER}patch_embed.proj.bias", width))
         table = b.parameter(f"{_TOWER}pos_embed.weight", self.positions**2, width)
-        x = b.op("Add", x, b.op("ReduceSum", b.op("Mul", b.op("Gather", table, near), shares), b.constant([0])))
+        x = b.op(
+            "Add", x, b.op("ReduceSum", b.op("Mul", b.op("Gather", table, near), shares), b.constant([0]))
+        )
         for index in range(self.num_layers):
             x = self._layer(b, f"{_TOWER}blocks.{index}.", x, tables)
         x = b.layer_norm(x, width, f"{_TOWER}merger.norm", epsilon=self.epsilon)
         joined = width * self.merged**2
-        x = b.linear(b.reshape(x, 1, -1, joined), f"{_TOWER}merger.linear_fc1.weight", joined, joined, bias=True)
+        x = b.linear(
+            b.reshape(x, 1, -1, joined), f"{_TOWER}merger.linear_fc1.weight", joined, joined, bias=True
+        )
         x = b.op("Gelu", x)
         return b.linear(x, f"{_TOWER}merger.linear_fc2.weight", self.width, joined, bias=True)
 
@@ -155,7 +159,8 @@ class Qwen35Tower(Tower):
         y = b.layer_norm(x, width, f"{prefix}norm1", epsilon=self.epsilon)
         both = product(y, "attn.qkv", 3 * width, width)
         query, key, value = (
-            b.op("Slice", both, *(b.constant([n]) for n in (at * width, (at + 1) * width, 2))) for at in range(3)
+            b.op("Slice", both, *(b.constant([n]) for n in (at * width, (at + 1) * width, 2)))
+            for at in range(3)
         )
         query, key = (b.op("RotaryEmbedding", z, *tables, num_heads=self.heads) for z in (query, key))
         facts: dict[str, Any] = {"num_heads": self.heads, "domain": "com.microsoft"}
@@ -220,13 +225,13 @@ def _from_gguf(
         return None
     _refuse(keys)
     merged = keys.integer("spatial_merge_size", 2)
-    limits = {"fewest": ("image_min_pixels", "min_pixels"), "most": ("image_max_pixels", "max_pixels")}
-    stated = {
-        limit: max(1, keys.integer(name) // (patch * merged) ** 2)
-        for limit, names in limits.items()
-        for name in names
-        if keys.value(name)
-    }
+    area = (patch * merged) ** 2
+
+    def limit(which: str, usual: int) -> int:
+        """By llama.cpp's key, or by that of ollama's files."""
+        pixels = keys.integer(f"image_{which}_pixels", keys.integer(f"{which}_pixels", usual * area))
+        return max(1, pixels // area)
+
     return Qwen35Tower(
         architecture=QWEN35_VISION.name,
         width=config.hidden_size,
@@ -241,7 +246,8 @@ def _from_gguf(
         frames=True,
         epsilon=keys.positive("attention.layer_norm_epsilon", 1e-6),
         theta=keys.positive("rope.freq_base", 1e4),
-        **stated,
+        fewest=limit("min", _FEWEST),
+        most=limit("max", _MOST),
     )
 
 
