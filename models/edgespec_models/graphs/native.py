@@ -26,8 +26,8 @@ A head that drafts blocks (:class:`~edgespec_models.decoders.config.Block`) take
 A decoder that reads pictures takes ``picture_vectors`` float32 (p, hidden), which replace the embeddings of
 rows ``picture_rows`` int64 (p, 2), each 0 and the row's number. Where a picture's rows lie on a grid it also
 takes ``row_positions`` int64 (n, 3), the time, row and column of each row: the frequencies of the rotary
-embedding take turns among them (M-RoPE, Wang et al. 2024, arXiv 2409.12191, interleaved as in Qwen3-VL, Bai et
-al. 2025, arXiv 2511.21631).
+embedding take turns among them (M-RoPE, Wang et al. 2024, arXiv 2409.12191; interleaved as in Qwen3-VL, Bai
+et al. 2025, arXiv 2511.21631).
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
