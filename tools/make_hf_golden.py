@@ -25,7 +25,7 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer  # noqa: TID251 - as rerankers' cards do it
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.kit import assistants, rerankers, seeing
+from tests.kit import assistants, rerankers, seeing, seeing_qwen
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
@@ -196,33 +196,78 @@ def store_seeing(folder: Path) -> None:
             for name, tower in (("vectors", model), ("other", other.eval())):
                 made = tower.get_image_features(picture["pixel_values"], picture["image_position_ids"])
                 found[f"{name}_{number}"] = made.pooler_output[0].numpy()
-        for number, prompt in enumerate(seeing.PROMPTS):
-            text, order = "", [part for part in prompt if isinstance(part, int)]
-            for part in prompt:
-                text += (
-                    part if isinstance(part, str) else ("<|image>" + "<|image|>" * counts[part] + "<image|>")
-                )
-            tokens = core.encode(f"<turn>user\n{text}<turn>", add_special_tokens=False).ids
-            pixels = {
-                key: torch.cat([seen[n][key] for n in order])
-                for key in ("pixel_values", "image_position_ids")
-            }
-            leads, answer, ids = list[float](), list[int](), list(tokens)
-            for _ in range(seeing.NEW):
-                types = torch.tensor([[int(id_ == seeing.MARKER) for id_ in ids]])
-                given = {"input_ids": torch.tensor([ids]), "mm_token_type_ids": types, **pixels}
+    names = "pixel_values", "image_position_ids"
+    pixels = [{name: picture[name] for name in names} for picture in seen]
+    np.savez_compressed(OUT / "seeing", **found | answers(model, core, seeing, pixels, counts))
+
+
+def answers(
+    model: Any, core: Tokenizer, kit: Any, seen: list[dict[str, Any]], counts: list[int]
+) -> dict[str, Any]:
+    """What a model makes of ``kit.PROMPTS``, with pictures as the model takes them and rows of each."""
+    found = dict[str, Any]()
+    begin, marker, end = kit.SPECIALS[kit.BEGIN : kit.END + 1]
+    for number, prompt in enumerate(kit.PROMPTS):
+        text, order = "", [part for part in prompt if isinstance(part, int)]
+        for part in prompt:
+            text += part if isinstance(part, str) else begin + marker * counts[part] + end
+        tokens = core.encode(f"<turn>user\n{text}<turn>", add_special_tokens=False).ids
+        pixels = {key: torch.cat([seen[n][key] for n in order]) for key in seen[0]}
+        leads, answer, ids = list[float](), list[int](), list(tokens)
+        for _ in range(kit.NEW):
+            types = torch.tensor([[int(id_ == kit.MARKER) for id_ in ids]])
+            given = {"input_ids": torch.tensor([ids]), "mm_token_type_ids": types, **pixels}
+            with torch.no_grad():
                 row = model(**given, use_cache=False).logits[0, -1]
-                if not answer:
-                    found[f"logits_{number}"] = row.numpy()
-                row = row.clone()
-                row[[seeing.EOS, seeing.MARKER]] = -torch.inf  # which the test's answers do not have
-                best = row.topk(2)
-                leads.append(float(best.values[0] - best.values[1]))
-                answer.append(int(best.indices[0]))
-                ids.append(answer[-1])
-            found |= {f"tokens_{number}": tokens, f"answer_{number}": answer, f"leads_{number}": leads}
-            print(f"prompt {number}: {len(tokens)} tokens, least lead {min(leads):.4f}, {answer}")
-    np.savez_compressed(OUT / "seeing", **found)
+            if not answer:
+                found[f"logits_{number}"] = row.numpy()
+            row = row.clone()
+            row[[kit.EOS, kit.MARKER]] = -torch.inf  # which the test's answers do not have
+            best = row.topk(2)
+            leads.append(float(best.values[0] - best.values[1]))
+            answer.append(int(best.indices[0]))
+            ids.append(answer[-1])
+        found |= {f"tokens_{number}": tokens, f"answer_{number}": answer, f"leads_{number}": leads}
+        print(f"prompt {number}: {len(tokens)} tokens, least lead {min(leads):.4f}, {answer}")
+    return found
+
+
+def store_seeing_qwen(folder: Path) -> None:
+    """Write the same of a tiny Qwen3.5, with every third vector of a picture."""
+    path, found = seeing_qwen.write(folder / "seeing_qwen"), dict[str, Any]()
+    model, info = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {key: sorted(names) for key, names in info.items() if names}
+    if wrong:
+        raise SystemExit(f"seeing_qwen: {wrong}")
+    model, core = model.eval(), Tokenizer.from_file(str(path / "tokenizer.json"))
+    module: Any = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    patch = model.config.vision_config.patch_size
+    limits = {"shortest_edge": 64 * 4 * patch**2, "longest_edge": seeing_qwen.BUDGET * 4 * patch**2}
+    half = [0.5] * 3
+    processor = module.Qwen2VLImageProcessorPil(
+        patch_size=patch, size=limits, image_mean=half, image_std=half
+    )
+    numbers = range(len(seeing_qwen.SIZES))
+    seen = [dict(processor(images=[seeing_qwen.picture(n)], return_tensors="pt")) for n in numbers]
+    counts = [int(picture["image_grid_thw"].prod()) // 4 for picture in seen]
+    with torch.no_grad():
+        for number, picture in enumerate(seen):
+            made = model.get_image_features(picture["pixel_values"], picture["image_grid_thw"])
+            found[f"vectors_{number}"] = made.pooler_output[0].numpy()[::3]
+    found["sizes"] = [
+        module.smart_resize(*shape, 2 * patch, 64 * 4 * patch**2, budget * 4 * patch**2)
+        for budget in seeing_qwen.BUDGETS
+        for shape in seeing_qwen.SHAPES
+    ]
+    found |= answers(model, core, seeing_qwen, seen, counts)
+    for number, prompt in enumerate(seeing_qwen.PROMPTS):
+        grids = torch.cat([seen[part]["image_grid_thw"] for part in prompt if isinstance(part, int)])
+        ids = torch.tensor([found[f"tokens_{number}"]])
+        places, _ = model.model.get_rope_index(ids, (ids == seeing_qwen.MARKER).int(), grids)
+        found[f"positions_{number}"] = places[:, 0].T.numpy().astype(np.int16)
+    np.savez_compressed(OUT / "seeing_qwen", **found)
 
 
 def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
@@ -268,6 +313,10 @@ def compare(folder: Path, llama_cpp: Path, cases: Iterable[str]) -> None:
         made = folder / f"{case}.gguf"
         convert(llama_cpp, source, made, *(["--no-mtp"] if "linear_num_key_heads" in config else []))
         print(f"{case}: {'; '.join(differences(gguf_of(case), made)) or 'the same'}")
+    if "qwen35" in cases:
+        source, made = seeing_qwen.write(folder / "seeing_qwen"), folder / "mmproj.gguf"
+        convert(llama_cpp, source, made, "--mmproj")
+        print(f"its tower: {'; '.join(differences(seeing_qwen.mmproj(), made)) or 'the same'}")
 
 
 def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:
@@ -305,6 +354,7 @@ def main() -> None:
             store_scores(Path(folder))
             store_assistants(Path(folder))
             store_seeing(Path(folder))
+            store_seeing_qwen(Path(folder))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ from edgespec.asking.images import Image
 from edgespec_models.bundles.bundle import VISION_DATA, Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.families.towers import Pixels, Tower
+from edgespec_runtimes.session import Rows
 
 _Vectors = npt.NDArray[np.float32]
+_Positions = npt.NDArray[np.int64]
 _NAMES = 1 << 62
 
 
@@ -53,14 +57,14 @@ def with_markers(bundle: Bundle, tokens: list[int], messages: Sequence[Mapping[s
             "give pictures in messages of the user",
             "messages",
         )
-    rows = iter([tower.tokens(_rows(tower, image)[1]) for image in images])
+    rows = iter([tower.tokens(prod(_grid(tower, image)[1])) for image in images])
     return [id_ for token in tokens for id_ in (next(rows) if token == tower.marker else [token])]
 
 
-def _rows(tower: Tower, image: Image) -> tuple[int, int]:
-    """A picture's budget, and the number of its rows."""
+def _grid(tower: Tower, image: Image) -> tuple[int, tuple[int, int]]:
+    """A picture's budget, and rows and columns of its vectors."""
     budget = tower.budget(image.detail, image.image_tokens)
-    return budget, tower.count(tower.size(image.pixels.shape, budget))
+    return budget, tower.grid(tower.size(image.pixels.shape, budget))
 
 
 class Pictures:
@@ -87,15 +91,38 @@ class Pictures:
         self.tokens, self._see, self._images = [*tokens], see, images
         made_by = f"{bundle.manifest.files[VISION_DATA].sha256} {tower}"
         self._places, self._vectors = list[tuple[int, range]](), dict[int, _Vectors]()
-        end = 0
+        self._has_axes, parts = tower.axes > 1, list[_Positions]()
+        begin = before = end = 0
         for image in images:
-            budget, count = _rows(tower, image)
+            budget, grid = _grid(tower, image)
+            count = prod(grid)
             name = hashlib.sha256(f"{made_by} {image.digest} {budget}".encode()).digest()
             first = int.from_bytes(name[:8], "little") % _NAMES
             start = self.tokens.index(tower.marker, end)
             end = start + count
             self.tokens[start:end] = [-1 - first - row for row in range(count)]
             self._places.append((budget, range(start, end)))
+            parts += [_of_text(begin, start - before), _of_grid(begin + start - before, grid)]
+            begin, before = begin + start - before + max(grid), end
+        self._positions = np.concatenate([*parts, _of_text(begin, len(self.tokens) - end)])
+
+    def positions(self, start: int, end: int) -> _Positions | None:
+        """Times, rows and columns of rows from ``start`` to before ``end``; None if they are ordinary.
+
+        A picture's rows have the time of its beginning. The text behind goes on with the next free number.
+        """
+        if not self._has_axes:
+            return None
+        known = len(self._positions)
+        behind = _of_text(int(self._positions.max()) + 1 + max(start - known, 0), end - max(start, known))
+        return np.concatenate([self._positions[start:end], behind])
+
+    def of_head(self, rows: Rows, start: int) -> Rows:
+        """A head's rows of the text's tokens from ``start`` on, each at the position of the token before."""
+        end = start + len(rows.tokens)
+        named = self.tokens[start:end]
+        tokens, vectors = [*named, *rows.tokens[len(named) :]], self.vectors(start, end)
+        return replace(rows, tokens=tokens, vectors=vectors, positions=self.positions(start - 1, end - 1))
 
     def vectors(self, start: int, end: int) -> _Vectors | None:
         """The vectors of rows from ``start`` to before ``end``; None if none is of a picture.
@@ -110,3 +137,14 @@ class Pictures:
                     self._vectors[number] = self._see(self._images[number].pixels, budget)
                 parts.append(self._vectors[number][first - places.start : last - places.start])
         return np.concatenate(parts) if parts else None
+
+
+def _of_text(first: int, count: int) -> _Positions:
+    """Positions of rows of text, (count, 3)."""
+    return np.repeat(np.arange(first, first + max(count, 0))[:, None], 3, axis=1)
+
+
+def _of_grid(first: int, grid: tuple[int, int]) -> _Positions:
+    """Those of a picture's rows."""
+    row, column = np.indices(grid).reshape(2, -1)
+    return first + np.stack([np.zeros_like(row), row, column], axis=1)

@@ -12,7 +12,7 @@ token, and then its drafts, all at that token's position.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edgespec.decoding.draft import Passed
 from edgespec.drafting.reading import Chain, Prediction
@@ -134,12 +134,17 @@ class Unread:
         self.held, self.count = self.held + self.count, 0
 
 
-class HeadReader(_StateReader):
-    """Reads a text with a head's session; the prompt has ``length`` tokens."""
+Seen = Callable[[Rows, int], Rows]
+"""From rows of a head, and the place of the first in the text, to the rows with pictures among them."""
 
-    def __init__(self, session: Session, curve: CostCurve, length: int) -> None:
+
+class HeadReader(_StateReader):
+    """Reads a text with a head's session; the prompt has ``length`` tokens, and ``seen`` for pictures."""
+
+    def __init__(self, session: Session, curve: CostCurve, length: int, seen: Seen | None = None) -> None:
         super().__init__(session, curve)
-        self._unread = Unread(session, length)
+        self._unread, self._begin = Unread(session, length), 0  # the text's token that the cache begins with
+        self._seen = seen if session.model.reads_vectors else None
 
     def add_features(self, features: Floats, committed: int) -> None:
         self._unread.add(features, committed)
@@ -151,6 +156,7 @@ class HeadReader(_StateReader):
         length, features = self._unread.length, self._unread.features
         self._forced = list(text[length:])
         tokens = text[length - len(features) : length]
+        self._begin = length - len(features) - self._unread.held
         return self._ask(self._unread.held, Rows(self._session, tokens, 1, features=features))
 
     def step(self, token: int) -> Rows:
@@ -166,5 +172,5 @@ class HeadReader(_StateReader):
 
     def _ask(self, held: int, rows: Rows) -> Rows:
         self._session.rewind(held)  # which has keys and values alone, and goes back anywhere
-        self._asked = rows
-        return rows
+        self._asked = rows if self._seen is None else self._seen(rows, self._begin + held)
+        return self._asked

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
@@ -14,6 +15,9 @@ from edgespec.loading.opening import DRAFTER_READING_ROWS, TimedModel
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
+
+if TYPE_CHECKING:
+    from edgespec.drafting.heads import Seen
 
 _READING = 1.0  # times a token of plain decoding that reading a prompt may take
 _LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
@@ -55,18 +59,20 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         token_s: float,
+        seen: "Seen | None" = None,
     ) -> Source | None:
         """The source of a new request; None if its answer cannot be long enough.
 
         ``prompt`` is ``tokens`` as the drafter reads them. It reads with the first of ``sessions``; the other
         sessions belong to running requests. ``target`` is the target's; ``target_end`` is its token to
-        propose where the drafter ends the text. Plain decoding takes ``token_s`` seconds a token.
+        propose where the drafter ends the text. Plain decoding takes ``token_s`` seconds a token. With
+        ``seen`` a head sees the pictures of the prompt.
         """
         session, others = sessions
         if self.bundle.config.is_head:
             self._offer(session, others, tokens)
             room = max_new_tokens + 4 * max_draft
-            return self._head(session, target, len(tokens), room)
+            return self._head(session, target, len(tokens), room, seen)
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
         held = session.shared_prefix(prompt)
         # Of a long prompt it reads the end, besides what its cache holds and the first tokens, on which
@@ -96,7 +102,7 @@ class DrafterSide:
         self._followers.forget()
         self._words.clear()
 
-    def _head(self, session: Session, target: Session, length: int, room: int) -> Source:
+    def _head(self, session: Session, target: Session, length: int, room: int, seen: "Seen | None") -> Source:
         """The source that drafts with a head behind a prompt of ``length`` tokens.
 
         ``room`` is the number of tokens that the request may add.
@@ -115,7 +121,7 @@ class DrafterSide:
 
                 self._rates = self._rates or usual_rates(block.longest)
                 return BlockDrafter(session, self.curve, length, calibration=calibration, rates=self._rates)
-            reader = HeadReader(session, self.curve, length)
+            reader = HeadReader(session, self.curve, length, seen)
         bridge = IdentityBridge(config.vocab_size)
         return ModelDrafter(reader, bridge, calibration=calibration)
 

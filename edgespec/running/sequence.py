@@ -156,16 +156,19 @@ class Sequence:
         start = self.session.length
         piece = self._named(start, min(next_, start + (min(most, _SCORED) if scored else most)))
         vectors = None if self._pictures is None else self._pictures.vectors(start, start + len(piece))
-        begins = len(piece) > self.unread
+        begins, at = len(piece) > self.unread, None
         if self.unread:
             drafted = min(drafted, most - len(piece)) if begins else 0
         self.draft = self.draft.head(drafted)
         self._read = len(piece)
         if begins and not scored:
             self._read += len(self.draft.tokens)
-            tokens = [*piece, *self.draft.tokens]
-            return Rows(self.session, tokens, 1 + len(self.draft.tokens), vectors=vectors)
-        return Rows(self.session, piece, len(piece) if scored else 0, vectors=vectors)
+            tokens, wanted = [*piece, *self.draft.tokens], 1 + len(self.draft.tokens)
+        else:
+            tokens, wanted = piece, len(piece) if scored else 0
+        if self._pictures is not None:
+            at = self._pictures.positions(start, start + len(tokens))
+        return Rows(self.session, tokens, wanted, vectors=vectors, positions=at)
 
     def _named(self, start: int, end: int) -> list[int]:
         """Tokens as the target keeps them, with names of pictures' rows."""

@@ -126,8 +126,9 @@ def _write(
             "set of options": repr(replace(options, overwrite=False)),
         }
         model, by_class = write_graph(checkpoint, plan, folder, progress, made_of)
-        if plan.pictures and checkpoint.tower is not None:
-            write_tower(*checkpoint.tower, folder)
+        tower = checkpoint.tower if plan.pictures and not config.is_head else None
+        if tower is not None:
+            write_tower(*tower, folder)
         losses = measure_losses(plan, checkpoint, model)
         rows = config.vocab_size if kept is None else len(kept)
         activations = plan.precision.activations
@@ -148,7 +149,7 @@ def _write(
             choices=plan.choices,
             operators="edgespec" if options.native else "standard",
             ranking=None if ranking is None else ranking[0],
-            vision=None if checkpoint.tower is None or not plan.pictures else checkpoint.tower[0],
+            vision=None if tower is None else tower[0],
         )
         facts = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())
@@ -173,8 +174,10 @@ def _plan(
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )
-    sees = checkpoint.tower is not None and options.native and options.role == "target"
-    return replace(plan, pictures=True) if sees else plan
+    reads = options.native and (options.role == "target" or checkpoint.config.is_head)
+    if checkpoint.tower is None or not reads:
+        return plan
+    return replace(plan, pictures=True, axes=checkpoint.tower[0].axes)
 
 
 def _ranges(

@@ -30,7 +30,8 @@ class Rows:
     ``states`` of the tokens (:class:`edgespec_models.bundles.graph_contract.Part`). A head without keys and
     values reads the cache of ``target``, at its last token, a row in a pass. Of the first ``injected`` tokens
     a head reads only the features. Negative tokens are names of rows of pictures, of which ``vectors`` has
-    one each, in their order: rows with the same name have the same vector.
+    one each, in their order: rows with the same name have the same vector. Behind or in a picture a row's
+    place may not be its position: then ``positions`` has them, as in ``Part``.
     """
 
     session: "Session"
@@ -41,6 +42,7 @@ class Rows:
     target: "Session | None" = None
     injected: int = 0
     vectors: npt.NDArray[np.float32] | None = None
+    positions: npt.NDArray[np.int64] | None = None
 
 
 class LoadedModel(ABC):
@@ -171,6 +173,7 @@ class LoadedModel(ABC):
                     cache=None if target is None else target.model.cache,
                     injected=entry.injected,
                     vectors=entry.vectors,
+                    positions=entry.positions,
                 )
             )
         try:

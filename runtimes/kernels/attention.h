@@ -23,6 +23,8 @@ namespace edgespec {
 // beside the scores of the tokens, with no value. With a `cap`, a score s becomes cap * tanh(s / cap).
 // The keys and values of a sequence's first `injected_rows` rows are injected. These rows have no queries and no
 // results. With `bidirectional`, a row also sees the later rows of its sequence.
+// Rotary tables have a row for each position. With `row_tables` they have one for each row of the pass, whose position
+// then need not be its place in the cache.
 // With a `value_dim` below the width of a head attention is latent: values are the first channels of the keys. Only the
 // keys are kept, row by row, and only those channels are normalized. The others are rotated.
 template <Cells kCells>
@@ -49,6 +51,7 @@ class AttentionOver {
         window_(info.number("window")),
         interleaved_(info.number("interleaved") != 0),
         bidirectional_(info.number("bidirectional", 0) != 0),
+        row_tables_(info.number("row_tables", 0) != 0),
         distance_(info.number("pair_distance", 0)),
         step_(info.number("growth_step", 0)),
         growth_(info.real("growth", 0)),
@@ -89,10 +92,11 @@ class AttentionOver {
     std::vector<Rows> sequences = sequences_of(pass.input(kInputs["sequences"]), all_rows);
     cache(pass, s);
     give_blocks(sequences, pass.input(kInputs["blocks"]), s.extents * (kExtent / kTokens), !s.shared);
-    rotation(pass, s, sequences);
+    rotation(pass, s, sequences, all_rows);
     s.query_gain = pass.vector(kInputs["query_gain"], value_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kInputs["key_gain"], value_dim_, "a gain is not as wide as a head");
     s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
+    require(!injected || !row_tables_, "injected rows have no rows of rotary tables");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * value_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
@@ -198,27 +202,31 @@ class AttentionOver {
   // Bytes of the keys or values of a token's head.
   int64_t row() const { return cell_bytes(kCells, head_dim_); }
 
-  void rotation(const Pass& pass, State& s, const std::vector<Rows>& sequences) const {
+  void rotation(const Pass& pass, State& s, const std::vector<Rows>& sequences, int64_t all_rows) const {
     const Tensor cos = pass.input(kInputs["cos"]), sin = pass.input(kInputs["sin"]);
     if (!cos && !sin) return;
     const bool shaped = cos && sin && cos.shape.size() == 2 && cos.shape == sin.shape &&
                         cos.last() <= (distance_ > 0 ? distance_ : (head_dim_ - turned()) / 2);
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
+    require(!row_tables_ || cos.shape[0] == all_rows, "rotary tables have another number of rows than the pass");
     for (const Rows& rows : sequences)
-      require(rows.past + rows.count <= cos.shape[0], "a pass goes beyond the rotary tables");
+      require(row_tables_ || rows.past + rows.count <= cos.shape[0], "a pass goes beyond the rotary tables");
     s.cos = cos.floats();
     s.sin = sin.floats();
     s.pairs = cos.last();
   }
 
-  // Normalizes a head's channels, rotates them for `position`, and multiplies them by `factor`.
-  void prepare(const State& s, const float* x, const float* gain, int64_t position, float factor, float* y) const {
+  // The row of the tables for row `r` of a sequence.
+  int64_t turn(const Rows& rows, int64_t r) const { return (row_tables_ ? rows.first : rows.past) + r; }
+
+  // Normalizes a head's channels, rotates them by row `turn` of the tables, and multiplies them by `factor`.
+  void prepare(const State& s, const float* x, const float* gain, int64_t turn, float factor, float* y) const {
     if (gain != nullptr)
       kernels_.normalize(x, gain, epsilon_, value_dim_, y);
     const int64_t normed = gain != nullptr ? value_dim_ : 0;
     std::copy(x + normed, x + head_dim_, y + normed);
     const int64_t apart = distance_ > 0 ? distance_ : s.pairs;
-    const float *cos = s.cos + position * s.pairs, *sin = s.sin + position * s.pairs;
+    const float *cos = s.cos + turn * s.pairs, *sin = s.sin + turn * s.pairs;
     float* turning = y + turned();
     const auto rotate = [&](float& a, float& b, int64_t i) {
       const float first = a, second = b;
@@ -248,7 +256,7 @@ class AttentionOver {
     for (int64_t r = 0; r < rows.count; r++) {
       const float* x = from + (rows.first + r) * width + head * head_dim_;
       const int64_t token = rows.past + r, lane = token % kLanes, first = head * kExtent * row();
-      prepare(s, x, s.key_gain, token, 1.0f, channels.get());
+      prepare(s, x, s.key_gain, turn(rows, r), 1.0f, channels.get());
       if (latent()) {
         write(channels.get(), s.keys + table.of(token), 1, 0);
         continue;
@@ -291,7 +299,7 @@ class AttentionOver {
       const int64_t position = rows.past + row_of(i), end = position + 1;
       const int64_t limit = bidirectional_ ? rows.past + rows.count : end;
       spans.get()[i] = {window_ > 0 && end > window_ ? end - window_ : 0, limit};
-      prepare(s, query(i), s.query_gain, position, scale_at(position), vectors.get() + i * head_dim_);
+      prepare(s, query(i), s.query_gain, turn(rows, row_of(i)), scale_at(position), vectors.get() + i * head_dim_);
       if (s.sinks != nullptr) sinks.get()[i] = s.sinks[head_of(i)];
     }
     Queries q{};
@@ -325,7 +333,7 @@ class AttentionOver {
 
   const Kernels& kernels_;
   int64_t heads_, kv_heads_, head_dim_, value_dim_, window_;
-  bool interleaved_, bidirectional_;
+  bool interleaved_, bidirectional_, row_tables_;
   int64_t distance_, step_;  // distance_: between the channels of a pair; 0 if it is the number of pairs
   float growth_, scale_, epsilon_, cap_;
   std::vector<float> units_;  // the gain of values; empty if values are not normalized

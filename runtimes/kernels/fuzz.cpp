@@ -149,7 +149,9 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   for (int64_t i = 0; i < sequences; i++)
     tables.add(choices, i == 0 ? past : choices.below(static_cast<int>(past) + 1), rows, count);
   const Shape cache = {count / 8, kv_heads, 256, halves ? head_dim : cell_bytes(kCells, head_dim)};
-  const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
+  const bool row_tables = choices.below(4) == 0;
+  const int64_t turns = row_tables ? sequences * rows : past + rows + choices.below(2);
+  const Shape rotation = {choices.number(turns), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
   const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
@@ -172,6 +174,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   if (!latent && choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
   if (!latent && choices.below(2)) node.numbers["normed_values"] = 1;
   if (choices.below(2)) node.numbers["bidirectional"] = 1;
+  if (row_tables) node.numbers["row_tables"] = 1;
   if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
   if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
   if (choices.below(2)) node.reals["cap"] = choices.rarely() ? NAN : 5.0f;

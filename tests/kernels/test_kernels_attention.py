@@ -1,7 +1,7 @@
 """Attention by edgespec's kernels against plain NumPy, with every set of instructions there is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class Layer:
     sinks: F32 | None = None  # ``(heads,)``
     cap: float = 0.0
     gated: bool = False  # behind each query lies its gate
+    row_tables: bool = False  # of the pass's rows, not of positions
 
     @property
     def width(self) -> int:
@@ -48,6 +49,7 @@ class Layer:
         attributes |= {"head_dim": self.head_dim, "window": self.window, "interleaved": int(self.interleaved)}
         attributes |= {"scale": self.head_dim**-0.5, "epsilon": 1e-5}
         attributes |= {"cap": self.cap} if self.cap else {}
+        attributes |= {"row_tables": 1} if self.row_tables else {}
         return graph("Attention", OUTPUTS, feeds, {}, attributes)
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
@@ -350,6 +352,11 @@ def test_sequences_of_a_pass_are_as_if_alone(
         same(copied(session(layer.model()), member), outputs)
         row += rows
     same_bits(y[:, : again.shape[1]], y[:, row:], "of shared blocks")
+    if layer.tables is not None:
+        turns = np.concatenate([np.arange(past, past + rows) for past, rows in feeds["sequences"]])
+        feeds |= {name: table[turns] for name, table in zip(("cos", "sin"), layer.tables, strict=True)}
+        by_row = session(replace(layer, row_tables=True).model(), threads)
+        same((y, *caches), by_row.run(None, feeds), "with tables of rows")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 20])

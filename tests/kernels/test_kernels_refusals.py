@@ -256,6 +256,12 @@ def test_passes_through_attention(words: str, feeds: Arrays) -> None:
     refuse(words, attention(fed), fed)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3, 40])
+def test_tables_of_other_rows_than_the_pass_has(rows: int) -> None:
+    fed = pass_over() | tables(rows, 8)
+    refuse("another number of rows", attention(fed, row_tables=1), fed)
+
+
 @pytest.mark.parametrize("name", ["past_key", "past_value"])
 def test_a_cache_of_another_type(name: str) -> None:
     """As graphs had it that were exported before."""

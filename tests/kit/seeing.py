@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ OTHER = {"use_clipped_linears": False, "standardize": True}
 """Facts of another tower."""
 
 
-def picture(number: int) -> npt.NDArray[np.uint8]:
+def picture(number: int, sizes: Sequence[tuple[int, int]] = SIZES) -> npt.NDArray[np.uint8]:
     """Soft shapes under noise, the same with every version of NumPy."""
-    high, wide = SIZES[number]
+    high, wide = sizes[number]
     raw = np.asarray(np.random.PCG64(number).random_raw(high * wide * 3), np.uint64) >> np.uint64(58)
     rows, columns, colours = np.mgrid[:high, :wide, :3]
     soft = 96 + 64 * np.sin(rows / (5 + number)) * np.cos(columns / 7 + colours)

@@ -33,7 +33,7 @@ from edgespec_export.graphs.ranges import ActivationRanges
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, Bundle
 from edgespec_models.bundles.static_graphs import VERIFY_ROWS, ExportDevice
 from edgespec_models.graphs.static_decoder import build_static_decoder
-from tests.kit import assistants, block_heads, golden_heads, mtp
+from tests.kit import assistants, block_heads, golden_heads, mtp, seeing_qwen
 from tests.kit.gguf import BLOCKS_OF_256, FORMATS, TinyGGUF, random_raw, tiny_gguf
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import CASES, PLAIN, PORTABLE, VOCAB, config_of, weights, write_directory
@@ -279,6 +279,15 @@ def _speculators(chained: bool, folder: Path) -> Path:
     return write_directory(folder, block_heads.speculators(len(rows), chained=chained), values)
 
 
+def _seeing_qwen(folder: Path) -> tuple[Path, None]:
+    return _with_texts(seeing_qwen.write(folder / "m")), None
+
+
+def _layer_that_sees(folder: Path) -> Any:
+    source = _with_texts(seeing_qwen.write(folder / "m", mtp=True))
+    return source, source
+
+
 def _layer_of_directory(case: str, folder: Path) -> Any:
     source = _with_texts(mtp.write_hf(folder / "m", case=case))
     return source, source
@@ -314,6 +323,8 @@ def _families() -> dict[str, Whole]:
     bundles["llama/directory/npu-openvino"] = every_width
     file = partial(_file, partial(gguf_of, "qwen2", "Q8_0"))
     bundles["qwen2/file/portable"] = Whole(file, PORTABLE_WEIGHTS)
+    bundles["qwen35 that sees"] = Whole(_seeing_qwen)
+    bundles["qwen35 that sees/layer"] = Whole(_layer_that_sees, DRAFTS)
     bundles["qwen2/file/npu-qnn"] = Whole(file, DEVICES["npu-qnn"])  # with biases
     windowed = partial(_directory, "gemma3")
     bundles["gemma3/directory/npu-qnn"] = Whole(windowed, DEVICES["npu-qnn"])  # and norms everywhere

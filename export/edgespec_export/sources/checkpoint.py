@@ -58,6 +58,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         changes: changes to the files' weights, for a bundle's provenance.
         sampling: the sampling that the files advise; None for heads too.
         tower: what makes vectors of pictures, and its tensors by the names of its parameters; None without.
+            An MTP layer has its target's.
     """
 
     path: Path

@@ -39,7 +39,7 @@ class _Layer(Head):
         """Take the layer's own embedding and LM head, or else the target's, and check all."""
         base, config = self.base, self.base.config.mtp_layer
         assert config is not None  # of a family with such layers
-        self.config = config
+        self.config, self.tower = config, base.tower
         embed = named.pop("embed", base.tensor("embed"))
         head = embed if base.tied_head else named.pop("lm_head", base.tensor("lm_head"))
         tensors = {

@@ -36,6 +36,8 @@ class Part(NamedTuple):
         cache: the KV cache with ``blocks``, if it is another model's.
         injected: the number of first tokens that leave keys and values of their features alone.
         vectors: the rows of pictures among the tokens, float32 ``(rows, width)``.
+        positions: times, rows and columns of the tokens, int64 ``(tokens, 3)``; None if each is the token's
+            place in the sequence.
     """
 
     tokens: Sequence[int]
@@ -50,11 +52,19 @@ class Part(NamedTuple):
     cache: Any = None
     injected: int = 0
     vectors: npt.NDArray[np.float32] | None = None
+    positions: npt.NDArray[np.int64] | None = None
 
     @property
     def end(self) -> int:
         """Tokens of the sequence that the KV cache holds after the pass."""
         return self.start + len(self.tokens)
+
+    @property
+    def row_positions(self) -> npt.NDArray[np.int64]:
+        """:attr:`positions` as an array."""
+        if self.positions is not None:
+            return self.positions
+        return np.repeat(np.arange(self.start, self.end)[:, None], 3, axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
             [(0, row) for row, token in enumerate(run.tokens) if token < 0], (-1, 2)
         ),
         "picture_vectors": lambda run: np.asarray(run.vectors),
+        "row_positions": lambda run: np.concatenate([part.row_positions for part in run.parts]),
     }
 )
 """Inputs of graphs of any shape, but for weights and the KV cache, and their values in a pass."""
@@ -132,6 +143,7 @@ CHANGING: Final = frozenset(
     {
         *("input_ids", "sequences", "wanted_sequences", "injected_rows", "places", "seqlens_k"),
         *("total_sequence_length", ROWS, "features", "states", "picture_rows", "picture_vectors"),
+        "row_positions",
     }
 )
 """Inputs of edgespec's graphs whose values differ between passes over equally many tokens."""

@@ -37,6 +37,7 @@ from edgespec_models.families.olmo2 import OLMO2, OLMO3
 from edgespec_models.families.phi3 import PHI3
 from edgespec_models.families.qwen2 import QWEN2
 from edgespec_models.families.qwen3 import QWEN3, QWEN3_MOE
+from edgespec_models.families.qwen3_5_vision import QWEN35_VISION
 from edgespec_models.families.qwen35 import MTP_LAYER, QWEN35, QWEN35_MOE
 from edgespec_models.families.reading import config_of
 from edgespec_models.families.seed_oss import SEED_OSS
@@ -53,7 +54,7 @@ MODELS: Final = (
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
-TOWERS: Final = (GEMMA4_VISION,)
+TOWERS: Final = (GEMMA4_VISION, QWEN35_VISION)
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
     "target's source"
@@ -133,7 +134,7 @@ def named(name: str) -> Family | None:
 def tower_of(facts: Facts) -> Tower | None:
     """The tower in a ``config.json``; None without one, and for those that edgespec does not run."""
     kind = facts.section("vision_config").value("model_type")
-    return next((family.read(facts) for family in TOWERS if family.hub == kind), None)
+    return next((family.read(facts) for family in TOWERS if kind in family.hub), None)
 
 
 def tower_named(name: object) -> type[Tower] | None:

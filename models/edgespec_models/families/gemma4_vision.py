@@ -72,8 +72,9 @@ class Gemma4Tower(Tower):
             high, wide = min(height // width, budget), 1
         return high * side, wide * side
 
-    def count(self, size: tuple[int, int]) -> int:
-        return size[0] * size[1] // (self.patch * self.pool) ** 2
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        side = self.patch * self.pool
+        return size[0] // side, size[1] // side
 
     def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
         squares, (rows, columns) = patches(pixels, self.patch, self.pool)
@@ -215,7 +216,7 @@ def _from_gguf(
 
 GEMMA4_VISION = TowerFamily(
     name="gemma4_vision",
-    hub="gemma4_vision",
+    hub=("gemma4_vision",),
     gguf="gemma4v",
     tower=Gemma4Tower,
     names={

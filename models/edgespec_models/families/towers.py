@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,11 @@ class Operations(ABC):
         """A weight in float32, which is not multiplied by as a matrix."""
 
     @abstractmethod
-    def linear(self, x: Any, name: str, rows: int, columns: int) -> Any:
-        """The product of ``x`` (1, n, columns) and a matrix: (1, n, rows)."""
+    def linear(self, x: Any, name: str, rows: int, columns: int, *, bias: bool = False) -> Any:
+        """The product of ``x`` (1, n, columns) and a matrix, (1, n, rows), and perhaps a bias beside it.
+
+        ``name`` is the matrix's; that of the bias ends with ``bias`` instead of ``weight``.
+        """
 
     def reshape(self, x: Any, *shape: int) -> Any:
         """``x`` in another shape: 0 keeps a dimension, -1 is the rest."""
@@ -54,6 +57,11 @@ class Operations(ABC):
         """``x`` over the root of its mean square, times the gain ``name``."""
         gain = self.parameter(name, width) if name else self.constant(np.ones(width), "float")
         return self.op("SimplifiedLayerNormalization", x, gain, axis=-1, epsilon=epsilon, stash_type=1)
+
+    def layer_norm(self, x: Any, width: int, name: str, *, epsilon: float) -> Any:
+        """``x`` less its mean, over its standard deviation, times a gain and plus a bias."""
+        parts = (self.parameter(f"{name}.{kind}", width) for kind in ("weight", "bias"))
+        return self.op("LayerNormalization", x, *parts, axis=-1, epsilon=epsilon)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +73,10 @@ class Tower(ABC):
         width: width of a vector, that of the decoder's stream.
         marker: the token in place of a picture in prompts. The chat template writes it once for a picture.
         around: tokens before and behind all markers of a picture, which the chat template does not write.
+        axes: parts of a row's position: 1, or 3, which are time, row and column (M-RoPE, arXiv 2409.12191).
     """
 
+    axes: ClassVar[int] = 1
     architecture: str
     width: Count
     marker: Token
@@ -81,8 +91,12 @@ class Tower(ABC):
         """Height and width in pixels to which a picture, whose pixels have this shape, is resized."""
 
     @abstractmethod
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the vectors of a picture of this :meth:`size`."""
+
     def count(self, size: tuple[int, int]) -> int:
         """The vectors of a picture of this :meth:`size`."""
+        return prod(self.grid(size))
 
     @abstractmethod
     def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
@@ -103,7 +117,7 @@ class TowerFamily(NamedTuple):
 
     Attributes:
         name: the family in manifests.
-        hub: ``model_type`` of ``vision_config`` in a ``config.json``.
+        hub: names of ``model_type`` of ``vision_config`` in a ``config.json``.
         gguf: the projector's type in GGUF files.
         tower: its facts and its graph.
         names: parts of parameters' names and those of GGUF files, which replace them one after the other.
@@ -113,7 +127,7 @@ class TowerFamily(NamedTuple):
     """
 
     name: str
-    hub: str
+    hub: tuple[str, ...]
     gguf: str
     tower: type[Tower]
     names: Mapping[str, str]

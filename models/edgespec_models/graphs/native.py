@@ -24,7 +24,10 @@ A head that drafts blocks (:class:`~edgespec_models.decoders.config.Block`) take
 ``input_ids`` are the tokens behind them. It has no states.
 
 A decoder that reads pictures takes ``picture_vectors`` float32 (p, hidden), which replace the embeddings of
-rows ``picture_rows`` int64 (p, 2), each 0 and the row's number.
+rows ``picture_rows`` int64 (p, 2), each 0 and the row's number. Where a picture's rows lie on a grid it also
+takes ``row_positions`` int64 (n, 3), the time, row and column of each row: the frequencies of the rotary
+embedding take turns among them (M-RoPE, Wang et al. 2024, arXiv 2409.12191; interleaved as in Qwen3-VL, Bai
+et al. 2025, arXiv 2511.21631).
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
@@ -40,7 +43,7 @@ import onnx_ir as ir
 from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
 from edgespec_models.decoders.config import Block
-from edgespec_models.decoders.operations import Activation, Attention, DeltaNet, Experts, Mamba, Rows
+from edgespec_models.decoders.operations import Activation, Attention, DeltaNet, Experts, Mamba, Rope, Rows
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
@@ -96,6 +99,7 @@ class _NativeDecoder(GraphDecoder):
         self.caches = dict[int, list[ir.Value]]()  # keys and values behind the pass, by layer
         self.index, self.rows_alone = 0, False
         self.within: ir.Value | None = None  # as :meth:`rows_within` makes it, for convolutions over a block
+        self.turned = dict[str, list[ir.Value]]()  # rotary tables of the pass's rows, by name
 
     def build(self) -> ir.Model:
         self.ids = self.input("input_ids", INT64, [1, "n"])
@@ -239,8 +243,7 @@ class _NativeDecoder(GraphDecoder):
         rope, own = facts.rope, facts.projections != "q"
         tables: list[ir.Value | None] = [None, None]
         if rope is not None:
-            shape = [self.config.context_length, rope.pairs]
-            tables = [self.parameter(f"{rope.name}_{part}", shape) for part in ("cos", "sin")]
+            tables = [*self.rotary(rope)]
         gains: list[ir.Value | None] = [None, None]
         if facts.norms == "head":
             gains = [self.stored("q_norm"), self.stored("k_norm" if own else "q_norm")]  # no keys, no matter
@@ -259,6 +262,7 @@ class _NativeDecoder(GraphDecoder):
         if rope is not None and rope.pairs < rope.width // 2:
             others |= {"pair_distance": rope.width // 2}
         others |= {"bidirectional": 1} if facts.bidirectional else {}
+        others |= {"row_tables": 1} if rope is not None and self.plan.axes > 1 else {}
         others |= {"value_dim": facts.latent} if facts.latent else {}
         y, *new = self.node(
             "Attention",
@@ -283,6 +287,18 @@ class _NativeDecoder(GraphDecoder):
         self.caches |= {self.index: new} if own else {}
         self.present += new
         return y
+
+    def rotary(self, rope: Rope) -> Sequence[ir.Value]:
+        """Cosines and sines, float32 (positions, pairs), or (n, pairs) where positions have three axes."""
+        shape, axes = [self.config.context_length, rope.pairs], self.plan.axes
+        tables = [self.parameter(f"{rope.name}_{part}", shape) for part in ("cos", "sin")]
+        if axes == 1:
+            return tables
+        if rope.name not in self.turned:
+            turns = self.constant([pair % axes for pair in range(rope.pairs)])
+            at = self.op("Gather", self.input("row_positions", INT64, ["n", axes]), turns, axis=1)
+            self.turned[rope.name] = [self.op("GatherElements", table, at, axis=0) for table in tables]
+        return self.turned[rope.name]
 
     def head_linear(self, x: Any, name: str, heads: int, inputs: int, rows: int) -> ir.Value:
         spec = self.plan.linears[self.name(name)]

@@ -44,14 +44,16 @@ class _TowerGraph(Operations):
         self.shapes[name] = shape
         return parameter(self.graph, name, shape, FLOAT)
 
-    def linear(self, x: Any, name: str, rows: int, columns: int) -> Any:
+    def linear(self, x: Any, name: str, rows: int, columns: int, *, bias: bool = False) -> Any:
         tiles = TILES.tiles
+        added = self.parameter(f"{name.removesuffix('weight')}bias", rows) if bias else None
         if self._exact or columns % FORMATS[tiles].inputs:
-            return self.op("MatMul", x, self.op("Transpose", self.parameter(name, rows, columns)))
+            y = self.op("MatMul", x, self.op("Transpose", self.parameter(name, rows, columns)))
+            return y if added is None else self.op("Add", y, added)
         self.shapes[name] = rows, columns
         weights = parameter(self.graph, name, [tile_bytes(tiles, rows, columns)], ir.DataType.UINT8)
         facts: dict[str, Any] = {"inputs": columns, "epsilon": 0.0, "gate": "", "parts": f"{tiles}:{rows}"}
-        return self.op("Linear", x, None, None, None, None, weights, domain=DOMAIN, **facts)
+        return self.op("Linear", x, None, added, None, None, weights, domain=DOMAIN, **facts)
 
 
 def build_tower(tower: Tower, *, exact: bool = False) -> tuple[ir.Model, dict[str, tuple[int, ...]]]:
