@@ -19,6 +19,7 @@ from edgespec_models.decoders.kept import (
     latent_keys,
 )
 from edgespec_models.decoders.operations import (
+    XIELU,
     Activation,
     Attention,
     Backend,
@@ -199,7 +200,8 @@ class _Recording(Backend):
         self.gain(name, x)
         return x
 
-    def post_norm(self, y: int, name: str) -> int:
+    def post_norm(self, y: int, name: str, epsilon: float | None = None) -> int:
+        self.use("post_norm", epsilon=epsilon is not None)
         return self.norm(y, name)
 
     def linear(self, x: int, name: str, rows: Rows, *, biases: bool | None = False, part: str = "") -> int:
@@ -211,8 +213,10 @@ class _Recording(Backend):
                 into[self.name(f"{matrix}_bias")] = (count,)
         return sum(stacked.values())
 
-    def gated(self, x: int, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> int:
-        self.use("gated", squares=activation == "relu2")
+    def gated(
+        self, x: int, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
+    ) -> int:
+        self.use("gated", squares=activation == "relu2", xielu=isinstance(activation, XIELU))
         self.linear(x, name, dict.fromkeys(names, rows), part="mlp")
         return rows
 
@@ -239,6 +243,8 @@ class _Recording(Backend):
             keys_of_another_layer=facts.projections == "q",
             values_from_keys=facts.projections == "qk",
             known_rows=known is not None,
+            norms_behind_rotation=facts.normed_last,
+            tensors_of_another_layer=self.prefix != f"layers.{self.index}.",
         )
         if facts.rope is not None:
             made.ropes.setdefault(facts.rope.name, facts.rope)
@@ -265,7 +271,7 @@ class _Recording(Backend):
         self.product(name, {name: (heads * rows, inputs)}, "attention")
         return x + heads * (rows - inputs)
 
-    def head_gate(self, y: int, gates: int) -> int:
+    def head_gate(self, y: int, gates: int, *, softplus: bool = False) -> int:
         self.use("head_gate")
         return y
 
@@ -360,7 +366,9 @@ class _Recording(Backend):
     def states(self, width: int) -> int:
         return width
 
-    normalized = norm
+    def normalized(self, x: int, name: str) -> int:
+        self.use("normalized")
+        return self.norm(x, name) if name else x
 
     def joined(self, first: int, second: int) -> int:
         return first
