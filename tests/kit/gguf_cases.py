@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 
 from tests.kit.gguf import F32, Raw, TinyGGUF, tokenizer_facts
+from edgespec_export.sources.checkpoint import own_name
+from edgespec_models.families import in_gguf
+from edgespec_models.families.names import SHARED_EXPERT, Names, own_names
 from tests.kit.hf import CASES, Tensors, config_of, convolves, mlp_width, nemotron_kinds, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
@@ -38,104 +41,8 @@ _ORDERED = (
     "nemotron_h",
     "nemotron_h_moe",
 )
-_TENSORS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "self_attn.k_b_proj": "attn_k_b",
-    "self_attn.v_b_proj": "attn_v_b",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "model.embedding_norm": "token_embd_norm",
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "hidden_norm": "attn_norm_2",
-    "fc": "fc",
-    "eh_proj": "nextn.eh_proj",
-    "enorm": "nextn.enorm",
-    "hnorm": "nextn.hnorm",
-    "shared_head.norm": "nextn.shared_head_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
-    "feed_forward.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "router.proj": "ffn_gate_inp",
-    "router": "ffn_gate_inp",
-}
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _EXPERTS |= {"gate_up_proj": "gate_up"}
-_POST_NORMED = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-}
-_LFM3 = {"model.embedding_norm": "output_norm", "self_attn.g_proj": "attn_gate"}
-_LFM3 |= {"post_operator_norm": "post_attention_norm", "post_ffn_norm": "post_ffw_norm"}
-_POST_NORMED_FILES = ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4")
-_LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
-_PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
-_PARAMETERS |= {"mamba.A_log": "ssm_a", "mamba.dt_bias": "ssm_dt.bias", "mamba.D": "ssm_d"}
-_PARAMETERS |= {"layer_scalar": "layer_output_scale.weight", "router.per_expert_scale": "ffn_down_exps.scale"}
-_PARAMETERS |= dict.fromkeys(
-    ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias"), "exp_probs_b.bias"
-)
-_PARAMETERS |= {"feed_forward.expert_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -197,7 +104,7 @@ def converted(
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
     model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
     if name.startswith("nemotron"):
-        tensors = {_plain_nemotron(source): values for source, values in tensors.items()}
+        tensors = {source.replace("backbone.", "model."): values for source, values in tensors.items()}
     if name.startswith(("granitehybrid", "nemotron")):
         mlp, groups = (
             "mlp.shared_expert." if config.get("num_local_experts") else "mlp.",
@@ -236,9 +143,12 @@ def converted(
 _FLOATS = (
     "e_score_correction_bias",
     "conv1d.weight",
-    "mamba.A_log",
+    "A_log",
     "mamba.D",
+    "mixer.D",
     "mamba.norm.weight",
+    "mixer.norm.weight",
+    "mixer.gate.weight",
     "mlp.gate.weight",
     "mlp.router.weight",
     "router.layer.weight",
@@ -298,17 +208,31 @@ def _take_gpt_oss(model: TinyGGUF, layer: str, kind: str, tensors: Tensors, sour
 
 
 def _renamed(source: str, architecture: str) -> str:
-    names = _TENSORS | (_POST_NORMED if architecture in _POST_NORMED_FILES else {})
-    names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss", "seed_oss")) else {}
-    names |= _LFM3 if architecture == "lfm3" else {}
-    *_, layer, kind = source.split(".", 3)
-    if kind in _PARAMETERS:
-        return f"blk.{layer}.{_PARAMETERS[kind]}"
-    stem, _, end = source.rpartition(".")
-    if stem in names:
-        return f"{names[stem]}.{end}"
-    _, _, layer, kind = stem.split(".", 3)
-    return f"blk.{layer}.{names[kind]}.{end}"
+    """A tensor's name in GGUF files, by its name on the hub and the tables of its family.
+
+    The goldens have the names that llama.cpp's converter writes.
+    """
+    family = in_gguf(architecture, architecture)
+    for layer in (family.layer, _OTHERS):
+        named = own_names(family.outer, "hub"), own_names(layer, "hub")
+        place, _, own = (own_name(source, r"model\.layers\.", *named) or "").rpartition(".")
+        if own:
+            first, *later = (layer if place else family.outer)[own][1].split()
+            first = later[-1] if later and architecture.startswith("lfm2") else first
+            return f"{place.replace('layers', 'blk')}.{first}" if place else first
+    raise AssertionError(source)
+
+
+_OTHERS: Names = {
+    **SHARED_EXPERT,
+    "k_b": ("self_attn.k_b_proj.weight", "attn_k_b.weight"),
+    "v_b": ("self_attn.v_b_proj.weight", "attn_v_b.weight"),
+    "both": ("eh_proj.weight", "nextn.eh_proj.weight"),
+    "embed_norm": ("enorm.weight", "nextn.enorm.weight"),
+    "fuse_norm": ("hnorm.weight", "nextn.hnorm.weight"),
+    "final_norm": ("shared_head.norm.weight", "nextn.shared_head_norm.weight"),
+}
+"""Of latent attention that is taken apart, of MTP layers, and of a shared MLP that is."""
 
 
 def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
@@ -327,35 +251,13 @@ def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
     )
 
 
-_MIXERS: tuple[tuple[str, str], ...] = (
-    ("q", "self_attn."),
-    ("k", "self_attn."),
-    ("v", "self_attn."),
-    ("o_", "self_attn."),
-)
-_MIXERS += (("up", "mlp."), ("down", "mlp."), ("shared", "mlp."), ("experts", "mlp."), ("gate", "mlp."))
-
-
-def _plain_nemotron(source: str) -> str:
-    """A tensor of a Nemotron-H by the names that most models have for what it is."""
-    for name, usual in {"embeddings": "embed_tokens", "norm_f": "norm"}.items():
-        source = source.replace(f"backbone.{name}.", f"model.{usual}.")
-    layer, mixer, kind = source.replace("backbone.", "model.").partition(".mixer.")
-    if not mixer:
-        return layer.replace(".norm.", ".input_layernorm.") if ".layers." in layer else layer
-    if "e_score" in kind:
-        return f"{layer}.feed_forward.expert_bias"
-    part = next((part for start, part in _MIXERS if kind.startswith(start)), "mamba.")
-    return f"{layer}.{part}{kind.replace('shared_experts', 'shared_expert')}"
-
-
 def _mamba(source: str, values: F32, mlp: str, groups: int) -> Iterator[tuple[str, F32]]:
     """A tensor of a Granite 4 H, or the two that become of it; ``mlp`` is the place of the shared MLP."""
     if source.endswith("A_log"):
         values = -np.exp(values, dtype=np.float64).astype(np.float32)
-    if source.endswith(("A_log", "mamba.D")):
+    if source.endswith(("A_log", "mamba.D", "mixer.D")):
         values = values[:, None]
-    elif source.endswith("mamba.norm.weight"):
+    elif source.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         values = values.reshape(groups, -1)
     elif source.endswith("shared_mlp.input_linear.weight"):
         for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
