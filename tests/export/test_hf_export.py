@@ -40,6 +40,7 @@ from tests.kit.hf import (
     TOKENS,
     VOCAB,
     config_of,
+    shapes,
     weights,
     write_checkpoint,
     write_with_eyes,
@@ -72,6 +73,8 @@ def golden(case: str) -> F32:
     with np.load(GOLDEN / f"{case}.npz") as data:
         assert json.loads(str(data["config"])) == config_of(case), "run tools/make_hf_golden.py"
         logits: F32 = data["logits"]
+        assert data["tensors"].tolist() == sorted(shapes(config_of(case)))
+        assert case not in GGUF_CASES or data["gguf_tensors"].tolist() == sorted(gguf_of(case).tensors)
     return logits
 
 

@@ -1,6 +1,7 @@
 """The tiny checkpoints of :mod:`tests.kit.hf` as the GGUF files that llama.cpp's converter makes."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ ARCHITECTURES |= {
     "exaone_moe": "exaone-moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe_lite": "deepseek2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "muse_glimmer_text": "muse-glimmer",
 }
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
@@ -40,6 +43,8 @@ _ORDERED = (
     "eagle3",
     "nemotron_h",
     "nemotron_h_moe",
+    "nanbeige",
+    "muse-glimmer",
 )
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _EXPERTS |= {"gate_up_proj": "gate_up"}
@@ -117,6 +122,7 @@ def converted(
         }
     if name == "deepseek2":
         tensors = _heads_of_latent(config, tensors)
+    tensors = {source: values for source, values in tensors.items() if ".act_fn." not in source}
     tensors = _without_experts(model, tensors, kind)
     if name.startswith("qwen35"):
         tensors = {source: _tiled(source, values, config) for source, values in tensors.items()}
@@ -130,13 +136,16 @@ def converted(
         elif values.ndim == 2 and kind == "Q8_0" and not taps and not source.endswith(_FLOATS):
             model.tensors[_renamed(source, name)] = kind, q8_0(values)
         else:
-            less = name in ("gemma2", "gemma3", "qwen35", "qwen35moe") and not source.endswith(
-                "linear_attn.norm.weight"
-            )
-            more = np.float32(less and source.endswith("norm.weight"))
+            less = in_gguf(name, name).less_one
+            more = np.float32(bool(less and re.search(f"{less}$", _own(source, name))))
             values = values[0] if source.endswith("shared_expert_gate.weight") else values
             model.tensors[_renamed(source, name)] = "F32", values + more
     model.tensors |= {f"{n}.weight": ("F32", values) for n, values in _factors(config).items()}
+    if name == "muse-glimmer":
+        for layer in range(config["num_hidden_layers"]):
+            for kind, gain in (("q", config["qk_scale_factor"]), ("k", 1)):
+                gains = np.full(_head(config), gain, np.float32)
+                model.tensors[f"blk.{layer}.attn_{kind}_norm.weight"] = "F32", gains
     return model
 
 
@@ -170,7 +179,7 @@ def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
         source = named
         for name, usual in _GRANITE_EXPERTS.items():
             source = source.replace(name, usual)
-        _, _, behind = source.partition(".experts.")
+        _, _, behind = source.removesuffix("e_score_correction_bias").partition(".experts.")
         layer = f"blk.{source.split('.')[2]}" if behind else ""
         if not behind:
             rest[source] = values
@@ -212,14 +221,20 @@ def _renamed(source: str, architecture: str) -> str:
 
     The goldens have the names that llama.cpp's converter writes.
     """
+    family, own = in_gguf(architecture, architecture), _own(source, architecture)
+    place, _, kind = own.rpartition(".")
+    table = ({**_OTHERS, **family.layer} if place else family.outer)
+    first, *_ = table[kind][1].split() or _OTHERS[kind][1].split()
+    return f"{place.replace('layers', 'blk')}.{first}" if place else first
+
+
+def _own(source: str, architecture: str) -> str:
+    """edgespec's name of a tensor of the hub."""
     family = in_gguf(architecture, architecture)
     for layer in (family.layer, _OTHERS):
-        named = own_names(family.outer, "hub"), own_names(layer, "hub")
-        place, _, own = (own_name(source, r"model\.layers\.", *named) or "").rpartition(".")
-        if own:
-            first, *later = (layer if place else family.outer)[own][1].split()
-            first = later[-1] if later and architecture.startswith("lfm2") else first
-            return f"{place.replace('layers', 'blk')}.{first}" if place else first
+        own = own_name(source, r"model\.layers\.", own_names(family.outer, "hub"), own_names(layer, "hub"))
+        if own is not None:
+            return own
     raise AssertionError(source)
 
 
@@ -346,17 +361,59 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
             facts["rope.dimension_count"] = head
     elif "layer_types" in config and config["model_type"] == "qwen3_5_text":
         facts["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
-    elif "layer_types" in config and config["model_type"] != "gpt_oss":
+    elif "layer_types" in config and config["model_type"] not in ("gpt_oss", "laguna"):
         windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
         facts["attention.sliding_window_pattern"] = windowed
     if config["model_type"] not in _WITHOUT_ROTARY_DIM:
         facts["rope.dimension_count"] = int(head * stated.get("partial_rotary_factor", 1))
+    facts |= _FACTS.get(config["model_type"], lambda _: {})(config)
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
     if "short_factor" in scaling:
         whole, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
         facts["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(whole / original) / np.log(original)))
     return facts
+
+
+def _laguna_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    local = config["rope_parameters"]["sliding_attention"]
+    return {
+        "attention.head_count": config["num_attention_heads_per_layer"],
+        "rope.dimension_count_swa": _head(config),
+        "rope.freq_base_swa": local["rope_theta"],
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config["moe_routed_scaling_factor"],
+    }
+
+
+def _apertus_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    tensors, layers = weights(config), range(config["num_hidden_layers"])
+    return {
+        f"xielu.{kind}": [float(tensors[f"model.layers.{n}.mlp.act_fn.{kind}"].item()) for n in layers]
+        for kind in ("alpha_p", "alpha_n", "beta", "eps")
+    }
+
+
+def _hunyuan_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    head, scaling = _head(config), config["rope_scaling"]
+    return {
+        "rope.freq_base": config["rope_theta"] * scaling["alpha"] ** (head / (head - 2)),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1,
+    }
+
+
+_FACTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, object]]] = {
+    "laguna": _laguna_facts,
+    "apertus": _apertus_facts,
+    "hunyuan_v1_dense": _hunyuan_facts,
+    "nanbeige": lambda config: {
+        key: config[key] for key in ("num_loops", "skip_loop_final_norm")
+    },
+    "muse_glimmer_text": lambda config: {"logit_scale": config["output_multiplier"]},
+}
+"""What some families state besides."""
 
 
 def _nemotron_facts(facts: dict[str, object], config: Mapping[str, Any]) -> dict[str, object]:

@@ -387,6 +387,51 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "use_expert_bias": True,
     },
     "lfm3": _LFM3,
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        "tie_word_embeddings": True,
+    },
+    "apertus": {
+        "model_type": "apertus",
+        "hidden_act": "xielu",
+        "rope_scaling": _LLAMA3,
+        "rope_theta": 500.0,
+    },
+    "laguna": {
+        "model_type": "laguna",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "sliding_window": 6,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "sliding")],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "gating": True,
+        "rope_parameters": {
+            "full_attention": {**_YARN, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+        },
+        **_EXPERTS,
+        "num_dense_layers": 1,
+        "shared_expert_intermediate_size": 64,
+        "moe_routed_scaling_factor": 2.5,
+    },
+    "nanbeige": {"model_type": "nanbeige", "num_loops": 2, "skip_loop_final_norm": False},
+    "muse_glimmer": {
+        "model_type": "muse_glimmer_text",
+        "num_hidden_layers": 5,
+        "head_dim": 32,
+        "hidden_activation": "silu",
+        "sliding_window": 6,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "sliding", "full")],
+        "layer_rope_theta": [0, 100.0, 100.0, 100.0, 0],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "final_logit_softcapping": 4.0,
+        "output_multiplier": 0.5,
+        "qk_scale_factor": 3.87,
+        "post_norm_eps": 1e-8,
+    },
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
     "ministral3_long": {
         "model_type": "ministral3",
@@ -447,7 +492,7 @@ NATIVE = tuple(
     for case in CASES
     if case.startswith(("ministral3_long", "qwen35", "lfm", "gpt", "granite4_h", "nemotron"))
     or "_moe" in case
-    or case == "gemma4"
+    or case in ("gemma4", "hunyuan", "apertus", "laguna", "nanbeige", "muse_glimmer")
 )
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
@@ -542,6 +587,7 @@ def _as_published(
         if kind == "nemotron_h":
             published[name.replace("model.", "backbone.", 1)] = shape
         elif kind in ("laguna", "qwen3_5_moe_text"):
+            name = name.replace("gate.e_score", "experts.e_score")
             published[name.replace("shared_experts", "shared_expert")] = shape
         elif kind == "glm4_moe_lite" and end == "k_b":
             heads, widths = config["num_attention_heads"], ("qk_nope_head_dim", "v_head_dim")
@@ -557,7 +603,7 @@ def _as_published(
             published |= _gpt_oss_experts(layer, hidden, config["num_local_experts"], width)
         elif kind == "apertus":
             published |= {f"{layer}mlp.act_fn.alpha_{sign}": (1,) for sign in "pn"}
-            published |= {f"{layer}mlp.act_fn.{number}": (1,) for number in ("beta", "eps")}
+            published |= {f"{layer}mlp.act_fn.{number}": () for number in ("beta", "eps")}
     return published
 
 
@@ -601,7 +647,7 @@ _ROUTERS = (
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     """The values of every tensor, float32."""
     # These store their norms' weights less 1.
-    less = config["model_type"].startswith(("gemma2", "gemma3_text", "qwen3_5"))
+    less = config["model_type"].startswith(("gemma2", "gemma3_text", "qwen3_5", "muse"))
     tensors = drawn(shapes(config), seed, norm=0 if less else 1)
     for name in tensors:
         if name.endswith(
@@ -613,6 +659,12 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
         elif name.endswith("linear_attn.out_proj.weight"):
             # What random keys give is small, and its normalization makes what rounding did as large.
             tensors[name] /= 8
+        elif name == "model.norm.weight" and config["model_type"].startswith("muse"):
+            tensors[name] += 1
+        elif name.endswith("act_fn.beta"):
+            tensors[name] += 1
+        elif name.endswith("act_fn.eps"):
+            tensors[name][()] = -1e-6
         elif name.endswith(("_blocks", "_scales")):
             raw = np.random.PCG64(len(tensors[name].shape)).random_raw(tensors[name].size)
             few = np.asarray(raw, np.uint64).reshape(tensors[name].shape) >> np.uint64(40)
@@ -637,7 +689,7 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, norm: int = 1) -> Te
         if name.endswith("norm.weight"):
             values = sevenths / 2 + norm
         else:
-            values = sevenths * (0.5 if len(shape) == 1 else 2.0 ** -np.round(np.log2(shape[-1]) / 2 - 0.5))
+            values = sevenths * (0.5 if len(shape) < 2 else 2.0 ** -np.round(np.log2(shape[-1]) / 2 - 0.5))
         tensors[name] = values.reshape(shape).astype(np.float32)
     return tensors
 

@@ -298,12 +298,12 @@ def test_what_no_family_has_is_named(tmp_path: Path) -> None:
     config = {
         **config_of("qwen3"),
         "model_type": "later",
-        "num_loops": 2,
+        "num_turns": 2,
         "use_loops": False,
         "hidden_act": "xielu",
     }
     with pytest.raises(
-        UnsupportedModelError, match=r"'later'\. .* keys hidden_act 'xielu', num_loops\. edgespec exports"
+        UnsupportedModelError, match=r"'later'\. .* keys hidden_act 'xielu', num_turns\. edgespec exports"
     ):
         read_config(Facts(config, "config.json"))
 

@@ -8,11 +8,10 @@ from typing import Any, Final
 from edgespec_models.decoders.config import Factor
 from edgespec_models.decoders.operations import XIELU, Backend
 from edgespec_models.decoders.transformer import Transformer
-from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family, Tensors
 from edgespec_models.families.names import LAYER
 from edgespec_models.families.qwen3 import Qwen3
-from edgespec_models.families.reading import trunk
+from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.windows import layer_count
 from edgespec_models.files.blocks import Blocks, unpack
 from edgespec_models.files.facts import Facts
@@ -54,12 +53,13 @@ def _softplus(x: float) -> float:
     return max(x, 0.0) + log1p(exp(-abs(x)))
 
 
+def _usual(facts: Facts) -> Facts:
+    expect(facts, APERTUS, "hidden_act", "xielu")
+    return facts.changed({"hidden_act": None})
+
+
 def _read(facts: Facts, family: Family) -> Transformer:
     """GGUF files have a list of each number; directories have tensors."""
-    if facts.text("hidden_act", "xielu") != "xielu":
-        raise UnsupportedModelError(
-            f"{facts.where}: hidden_act is {facts.value('hidden_act')!r}; supported is 'xielu'"
-        )
     layers = layer_count(facts)
     lists = [facts.numbers(f"xielu.{kind}", layers) for kind in _KINDS]
     if not all(lists):  # as training begins
@@ -107,6 +107,7 @@ APERTUS = Family(
         "beta": ("mlp.act_fn.beta", ""),
         "xielu_eps": ("mlp.act_fn.eps", ""),
     },
+    usual=_usual,
     read=_read,
     from_hub=_from_hub,
 )
