@@ -107,7 +107,9 @@ def converted(
 ) -> TinyGGUF:
     """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
-    model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
+    model.metadata |= {
+        key if key.startswith("xielu.") else f"{name}.{key}": value for key, value in _facts(config).items()
+    }
     if name.startswith("nemotron"):
         tensors = {source.replace("backbone.", "model."): values for source, values in tensors.items()}
     if name.startswith(("granitehybrid", "nemotron")):
@@ -223,7 +225,7 @@ def _renamed(source: str, architecture: str) -> str:
     """
     family, own = in_gguf(architecture, architecture), _own(source, architecture)
     place, _, kind = own.rpartition(".")
-    table = ({**_OTHERS, **family.layer} if place else family.outer)
+    table = {**_OTHERS, **family.layer} if place else family.outer
     first, *_ = table[kind][1].split() or _OTHERS[kind][1].split()
     return f"{place.replace('layers', 'blk')}.{first}" if place else first
 
@@ -408,9 +410,7 @@ _FACTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, object]]] = {
     "laguna": _laguna_facts,
     "apertus": _apertus_facts,
     "hunyuan_v1_dense": _hunyuan_facts,
-    "nanbeige": lambda config: {
-        key: config[key] for key in ("num_loops", "skip_loop_final_norm")
-    },
+    "nanbeige": lambda config: {key: config[key] for key in ("num_loops", "skip_loop_final_norm")},
     "muse_glimmer_text": lambda config: {"logit_scale": config["output_multiplier"]},
 }
 """What some families state besides."""
@@ -497,6 +497,8 @@ def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 _WITHOUT_ROTARY_DIM = (
+    "hunyuan_v1_dense",
+    "muse_glimmer_text",
     "seed_oss",
     "ernie4_5",
     "qwen2",

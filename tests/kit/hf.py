@@ -401,12 +401,12 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "laguna": {
         "model_type": "laguna",
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "head_dim": 32,
-        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "num_attention_heads_per_layer": [4, 6, 6],
         "sliding_window": 6,
-        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "sliding")],
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding")],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
         "gating": True,
         "rope_parameters": {
             "full_attention": {**_YARN, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
@@ -618,7 +618,6 @@ def _gpt_oss_experts(layer: str, hidden: int, count: int, width: int) -> dict[st
     return tensors
 
 
-
 def is_delta_net(config: Mapping[str, Any], layer: int) -> bool:
     """Whether ``layer`` of a Qwen3.5 is none of attention."""
     if not config["model_type"].startswith("qwen3_5"):
@@ -672,7 +671,14 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
             tensors[name] = codes.astype(np.uint8)
         elif name.endswith(_ROUTERS):
             # Choices hang on no rounding, but where the weights of the chosen have to be normalized.
-            scales = {"lfm2_moe": 2, "qwen3_moe": 3, "exaone_moe": 3, "glm4_moe_lite": 8, "nemotron_h": 8}
+            scales = {
+                "lfm2_moe": 2,
+                "qwen3_moe": 3,
+                "exaone_moe": 3,
+                "glm4_moe_lite": 8,
+                "nemotron_h": 8,
+                "laguna": 12,
+            }
             tensors[name] *= scales.get(config["model_type"], 4)
         elif name.endswith("router.proj.weight"):
             tensors[name] *= 32

@@ -58,8 +58,7 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
     """Files list the heads of layers, but not which have a window: all but every fourth, from the second on."""
     changed, heads = dict[str, object](), keys.value("num_attention_heads")
     if isinstance(heads, list):
-        counts = [count for count in heads if type(count) is int]
-        changed = {"num_attention_heads_per_layer": heads, "attention.head_count": max(counts, default=0)}
+        changed = {"num_attention_heads_per_layer": heads, "attention.head_count": 1}
     if keys.value("sliding_window_pattern") is None:
         kinds = [SLIDING if layer % 4 else FULL for layer in range(layer_count(keys))]
         changed["layer_types"] = kinds if keys.integer("sliding_window", 0) else [FULL] * len(kinds)
@@ -76,7 +75,7 @@ def _read(facts: Facts, family: Family) -> Transformer:
     layers = layer_count(facts)
     heads = facts.numbers("num_attention_heads_per_layer", layers)
     heads = heads or (facts.integer("num_attention_heads"),) * layers
-    return trunk(facts, family, layer_heads=tuple(map(int, heads)))
+    return trunk(facts, family, num_heads=int(max(heads)), layer_heads=tuple(map(int, heads)))
 
 
 LAGUNA = Family(

@@ -1,7 +1,7 @@
 """Muse Glimmer's text model: normalized embeddings, gates on attention's outputs, norms around sublayers."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from math import sqrt
 from typing import Any
@@ -73,11 +73,14 @@ def _read(facts: Facts, family: Family) -> Transformer:
 
 
 def _from_hub(config: Transformer, tensors: Tensors) -> tuple[Transformer, Tensors]:
-    """Directories have no gains of queries and keys."""
-    data = BytesIO(np.ones(config.head_dim, "<f4").tobytes())
-    ones = Tensor("ones", (config.head_dim,), GGMLType.F32, data, 0)
-    names = [f"layers.{layer}.{kind}_norm" for layer in range(config.num_layers) for kind in "qk"]
-    return config, {**tensors, **dict.fromkeys(names, ones)}
+    """Directories have no gains of queries and keys; as in GGUF files, those of queries take up the factor."""
+    width, scale = config.head_dim, 1 / sqrt(config.head_dim)
+    gains, more = {"q": config.attention_scale / scale, "k": 1.0}, dict[str, Tensor]()
+    for kind, gain in gains.items():
+        data = BytesIO(np.full(width, gain, "<f4").tobytes())
+        tensor = Tensor(f"{kind}_norm", (width,), GGMLType.F32, data, 0)
+        more |= {f"layers.{layer}.{kind}_norm": tensor for layer in range(config.num_layers)}
+    return replace(config, attention_scale=scale), {**tensors, **more}
 
 
 MUSE_GLIMMER = Family(
