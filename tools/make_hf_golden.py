@@ -106,7 +106,7 @@ def store(folder: Path, cases: Iterable[str] = CASES) -> None:
         print(f"{case}: std {rows.std():.3f}, transformers {transformers.__version__}")
 
 
-def names_of(case: str) -> dict[str, list[str]]:
+def names_of(case: str) -> dict[str, Any]:
     """The tensors of a directory, which transformers found, and those of a GGUF file."""
     gguf = sorted(gguf_of(case).tensors) if case in GGUF_CASES else []
     return {"tensors": sorted(shapes(config_of(case))), "gguf_tensors": gguf}

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.kit.gguf import F32, Raw, TinyGGUF, tokenizer_facts
 from edgespec_export.sources.checkpoint import own_name
 from edgespec_models.families import in_gguf
 from edgespec_models.families.names import SHARED_EXPERT, Names, own_names
+from tests.kit.gguf import F32, Raw, TinyGGUF, tokenizer_facts
 from tests.kit.hf import CASES, Tensors, config_of, convolves, mlp_width, nemotron_kinds, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
@@ -368,7 +368,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts["attention.sliding_window_pattern"] = windowed
     if config["model_type"] not in _WITHOUT_ROTARY_DIM:
         facts["rope.dimension_count"] = int(head * stated.get("partial_rotary_factor", 1))
-    facts |= _FACTS.get(config["model_type"], lambda _: {})(config)
+    if config["model_type"] in _FACTS:
+        facts |= _FACTS[config["model_type"]](config)
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
     if "short_factor" in scaling:
@@ -390,11 +391,11 @@ def _laguna_facts(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _apertus_facts(config: Mapping[str, Any]) -> dict[str, object]:
-    tensors, layers = weights(config), range(config["num_hidden_layers"])
-    return {
-        f"xielu.{kind}": [float(tensors[f"model.layers.{n}.mlp.act_fn.{kind}"].item()) for n in layers]
-        for kind in ("alpha_p", "alpha_n", "beta", "eps")
-    }
+    tensors, facts = weights(config), dict[str, object]()
+    for kind in ("alpha_p", "alpha_n", "beta", "eps"):
+        layers = (f"model.layers.{n}.mlp.act_fn.{kind}" for n in range(config["num_hidden_layers"]))
+        facts[f"xielu.{kind}"] = [float(tensors[name].item()) for name in layers]
+    return facts
 
 
 def _hunyuan_facts(config: Mapping[str, Any]) -> dict[str, object]:

@@ -572,9 +572,10 @@ _STACKED: Mapping[str, tuple[str, ...]] = {
 """The products whose matrices are one tensor; experts that are so have one for all."""
 _UNSTORED: Mapping[str, tuple[str, ...]] = {
     "muse_glimmer_text": ("q_norm", "k_norm"),
-    "gpt_oss": ("experts_gate", "experts_up", "experts_down")
-    + ("experts_gate_bias", "experts_up_bias", "experts_down_bias"),
+    "gpt_oss": tuple(f"experts_{part}{end}" for part in ("gate", "up", "down") for end in ("", "_bias")),
+    "glm4_moe_lite": ("v_b",),
 }
+"""What directories lack, or have otherwise (:func:`_as_published`)."""
 
 
 def _as_published(
@@ -587,15 +588,15 @@ def _as_published(
         if kind == "nemotron_h":
             published[name.replace("model.", "backbone.", 1)] = shape
         elif kind in ("laguna", "qwen3_5_moe_text"):
-            name = name.replace("gate.e_score", "experts.e_score")
-            published[name.replace("shared_experts", "shared_expert")] = shape
+            renamed = name.replace("gate.e_score", "experts.e_score")
+            published[renamed.replace("shared_experts", "shared_expert")] = shape
         elif kind == "glm4_moe_lite" and end == "k_b":
             heads, widths = config["num_attention_heads"], ("qk_nope_head_dim", "v_head_dim")
             rows = heads * sum(config[width] for width in widths)
             published[f"{layer}.self_attn.kv_b_proj.weight"] = rows, config["kv_lora_rank"]
         elif name.endswith("moe_statics.e_score_correction_bias"):
             published[name] = 1, *shape
-        elif (kind, end) != ("glm4_moe_lite", "v_b"):
+        else:
             published[name] = shape
     for layer in map("model.layers.{}.".format, range(config["num_hidden_layers"])):
         if kind == "gpt_oss":
@@ -643,11 +644,15 @@ _ROUTERS = (
 )
 
 
-def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
-    """The values of every tensor, float32."""
+_WHOLE = "muse_glimmer_text", "model.norm.weight"  # a norm that is not stored less 1
+
+
+def weights(config: Mapping[str, Any], seed: int = 0, without: tuple[str, ...] = ()) -> Tensors:
+    """The values of every tensor, float32, but of those whose names end with one of ``without``."""
     # These store their norms' weights less 1.
     less = config["model_type"].startswith(("gemma2", "gemma3_text", "qwen3_5", "muse"))
-    tensors = drawn(shapes(config), seed, norm=0 if less else 1)
+    shaped = {name: shape for name, shape in shapes(config).items() if not name.endswith(without)}
+    tensors = drawn(shaped, seed, norm=0 if less else 1)
     for name in tensors:
         if name.endswith(
             ("linear_attn.norm.weight", "layer_scalar", "norm_1.weight", "norm_2.weight", "scale")
@@ -658,9 +663,7 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
         elif name.endswith("linear_attn.out_proj.weight"):
             # What random keys give is small, and its normalization makes what rounding did as large.
             tensors[name] /= 8
-        elif name == "model.norm.weight" and config["model_type"].startswith("muse"):
-            tensors[name] += 1
-        elif name.endswith("act_fn.beta"):
+        elif name.endswith("act_fn.beta") or (config["model_type"], name) == _WHOLE:
             tensors[name] += 1
         elif name.endswith("act_fn.eps"):
             tensors[name][()] = -1e-6

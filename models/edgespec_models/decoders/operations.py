@@ -29,7 +29,10 @@ UNUSUAL: Final = frozenset(
 
 
 class XIELU(NamedTuple):
-    """``above x^2 + slope x`` where x is positive, else ``below (e^x - 1 - x) + slope x`` (arXiv 2411.13010)."""
+    """``above x^2 + slope x`` where x is positive, else ``below (e^x - 1 - x) + slope x``.
+
+    Source: Huang and Schlag 2024, arXiv 2411.13010.
+    """
 
     above: float
     below: float

@@ -213,7 +213,10 @@ def attend_gated(
 
 
 def with_post_norms(f: Transformer, b: Backend, index: int, x: Any, epsilon: float | None = None) -> Any:
-    """The stream behind a layer whose sublayers have norms before and behind them, perhaps with ``epsilon``."""
+    """The stream behind a layer whose sublayers have norms before and behind them.
+
+    ``epsilon`` is of the latter; None for the model's.
+    """
     y = f.mixed(b, index, b.norm(x, "attn_norm"))
     x = b.add(x, b.post_norm(y, "post_attn_norm", epsilon), "middle")
     y = f.mlp(b, index, b.norm(x, "mlp_norm"))

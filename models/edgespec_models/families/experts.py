@@ -32,8 +32,8 @@ def dense_layers(facts: Facts, otherwise: int) -> int:
     dense = kinds.count("dense")
     if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise UnsupportedModelError(
-            f"{facts.where}: mlp_layer_types is {kinds!r:.80}; allowed: 'dense' in the first layers, 'sparse' "
-            f"in the others, {layers} in all"
+            f"{facts.where}: mlp_layer_types is {kinds!r:.80}; allowed: 'dense' in the first layers, "
+            f"'sparse' in the others, {layers} in all"
         )
     return dense
 

@@ -55,10 +55,11 @@ def _usual(facts: Facts) -> Facts:
 
 
 def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
-    """Files list the heads of layers, but not which have a window: all but every fourth, from the second on."""
+    """Files list the heads of layers, but not which have a window: layers 0, 4, 8 and so on have none."""
     changed, heads = dict[str, object](), keys.value("num_attention_heads")
     if isinstance(heads, list):
-        changed = {"num_attention_heads_per_layer": heads, "attention.head_count": 1}
+        most = max((count for count in heads if type(count) is int), default=0)
+        changed = {"num_attention_heads_per_layer": heads, "attention.head_count": most}
     if keys.value("sliding_window_pattern") is None:
         kinds = [SLIDING if layer % 4 else FULL for layer in range(layer_count(keys))]
         changed["layer_types"] = kinds if keys.integer("sliding_window", 0) else [FULL] * len(kinds)

@@ -24,7 +24,7 @@ from edgespec_models.files.tensors import GGMLType, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class MuseGlimmer(Qwen3):
-    """Logits z become ``logit_cap * tanh(z / logit_cap)``. Norms behind sublayers have an epsilon of their own."""
+    """Logits z become ``logit_cap * tanh(z / logit_cap)``. Norms behind sublayers have ``post_norm_epsilon``."""
 
     logit_cap: Factor | None = None
     post_norm_epsilon: Factor = 1e-8
@@ -73,7 +73,7 @@ def _read(facts: Facts, family: Family) -> Transformer:
 
 
 def _from_hub(config: Transformer, tensors: Tensors) -> tuple[Transformer, Tensors]:
-    """Directories have no gains of queries and keys; as in GGUF files, those of queries take up the factor."""
+    """Directories have no gains of queries and keys. As in GGUF files, those of queries have the factor."""
     width, scale = config.head_dim, 1 / sqrt(config.head_dim)
     gains, more = {"q": config.attention_scale / scale, "k": 1.0}, dict[str, Tensor]()
     for kind, gain in gains.items():

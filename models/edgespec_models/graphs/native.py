@@ -194,7 +194,7 @@ class _NativeDecoder(GraphDecoder):
         return self.value(y, self.value(x))
 
     def multiplied(
-        self, y: _Product, residual: ir.Value | None = None, gate: str = "", **facts: float
+        self, y: _Product, residual: ir.Value | None = None, gate: str = "", **facts: Any
     ) -> ir.Value:
         """``[residual +] [norm of] gate(norm(x) W + bias)``."""
         spec, bias = self.plan.linears[y.name], None
@@ -309,7 +309,8 @@ class _NativeDecoder(GraphDecoder):
         )[0]
 
     def head_gate(self, y: ir.Value, gates: _Product, *, softplus: bool = False) -> ir.Value:
-        return self.node("HeadGate", y, self.value(gates), **({"softplus": 1} if softplus else {}))[0]
+        facts: dict[str, Any] = {"softplus": 1} if softplus else {}
+        return self.node("HeadGate", y, self.value(gates), **facts)[0]
 
     def short_conv(self, x: Any, channels: int, taps: int) -> ir.Value:
         y, *new = self.node(
