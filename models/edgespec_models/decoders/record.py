@@ -79,8 +79,8 @@ class Record:
         routed: layers with experts.
         kept: tensors that a sequence keeps; keys and values have some float type.
         read: tensors of its target's sequences that an assistant reads.
-        shares: of products of which a row of a pass reads a part, by the part of the decoder in a manifest's
-            classes: ``experts``, ``lm_head``.
+        shares: how much of its products a row of a pass reads, by the part of the decoder in a manifest's
+            classes, if not all once: ``experts``, ``lm_head``, ``attention``, ``mlp``.
         late: the layer from which only rows whose logits are wanted are computed; None if all compute all.
         uses: operations and facts that not every backend has, and the layer where each comes first, if any.
     """
@@ -153,7 +153,7 @@ class _Recording(Backend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.record, self.index = Record(), 0
+        self.record, self.index, self.stored = Record(), 0, 0
         self.late: int | None = None
 
     def use(self, operation: str, **facts: object) -> None:
@@ -191,6 +191,12 @@ class _Recording(Backend):
         self.index = index
         with super().layer(index, x) as stream:
             yield stream
+
+    def again(self, index: int) -> None:
+        super().again(index)
+        self.stored = max(self.stored, index + 1)
+        runs = (self.index + 1) / self.stored
+        self.record.shares.update(attention=runs, mlp=runs)
 
     def embed(self, rows: int, width: int, scale: float = 1.0) -> int:
         self.tensor("embed", rows, width)

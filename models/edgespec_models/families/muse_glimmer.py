@@ -24,7 +24,7 @@ from edgespec_models.files.tensors import GGMLType, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class MuseGlimmer(Qwen3):
-    """Logits z become ``logit_cap * tanh(z / logit_cap)``. Norms behind sublayers have ``post_norm_epsilon``."""
+    """Logits are capped as Gemma's. Norms behind sublayers have an epsilon of their own."""
 
     logit_cap: Factor | None = None
     post_norm_epsilon: Factor = 1e-8
