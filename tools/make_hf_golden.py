@@ -28,7 +28,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.kit import assistants, rerankers, seeing, seeing_qwen
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
-from tests.kit.hf import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
+from tests.kit.hf import (
+    CASES,
+    EMBEDDED,
+    EMBEDDERS,
+    ROWS,
+    TOKENS,
+    config_of,
+    shapes,
+    weights,
+    write_checkpoint,
+    write_directory,
+    write_with_eyes,
+)
 from tests.kit.tokenizers import byte_level_json
 
 OUT = Path(__file__).parents[1] / "tests/golden_hf"
@@ -40,37 +52,64 @@ def logits(folder: Path) -> npt.NDArray[np.float32]:
     Raises:
         SystemExit: transformers found other tensors than it expected.
     """
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    sees = transformers.AutoConfig.from_pretrained(folder).model_type == "muse_glimmer"
+    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    wrong = {key: sorted(names) for key, names in info.items() if names}
+    unread = {key: sorted(name for name in names if "vision" not in name) for key, names in info.items()}
+    wrong = {key: names for key, names in unread.items() if names}
     if wrong:
         raise SystemExit(f"{folder.name}: {wrong}")
+    if folder.name == "nanbeige":  # whose last norm also stands between its runs
+        layers = model.model.layers
+        layers[len(layers) // 2].register_forward_pre_hook(lambda _, args: (model.model.norm(args[0]),))
     with torch.no_grad():
         result = model.eval()(input_ids=torch.tensor([TOKENS]), use_cache=False).logits
     rows: npt.NDArray[np.float32] = result[0, list(ROWS)].numpy()
     return rows
 
 
-def as_published(config: dict[str, Any]) -> dict[str, Any]:
-    """What makes transformers compute what a model's publishers do.
+def as_published(folder: Path, config: dict[str, Any]) -> Path:
+    """A directory of which transformers computes what a model's publishers do.
 
-    Files of LFM3 call a rotation of half the pairs "default", and transformers then turns all of them.
+    Files of LFM3 call a rotation of half the pairs "default", and transformers then turns all of them. It has
+    no Nanbeige: a Llama with every layer twice stands for it. Of Muse Glimmer it reads the whole model alone.
     """
-    if config["model_type"] == "lfm3":
+    kind = config["model_type"]
+    if kind == "lfm3":
         full = config["rope_parameters"]["full_attention"] | {"rope_type": "proportional"}
-        return config | {"rope_parameters": config["rope_parameters"] | {"full_attention": full}}
-    return config
+        config = config | {"rope_parameters": config["rope_parameters"] | {"full_attention": full}}
+    elif kind == "nanbeige":
+        layers, tensors = config["num_hidden_layers"], weights(config)
+        twice = {
+            name.replace(f"layers.{layer}.", f"layers.{layer + layers}."): values
+            for name, values in tensors.items()
+            for layer in range(layers)
+        }
+        config = config | {"model_type": "llama", "num_hidden_layers": 2 * layers}
+        return write_directory(folder, config, tensors | twice)
+    elif kind == "muse_glimmer_text":
+        small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+        outer = {"model_type": "muse_glimmer", "text_config": config, "vision_config": small}
+        return write_with_eyes(folder, config, outer, ())
+    return write_checkpoint(folder, config)
 
 
 def store(folder: Path, cases: Iterable[str] = CASES) -> None:
     """Write one file for each case."""
     OUT.mkdir(exist_ok=True)
     for case in cases:
-        rows = logits(write_checkpoint(folder / case, as_published(config_of(case))))
-        config = json.dumps(config_of(case), sort_keys=True)
-        np.savez_compressed(OUT / f"{case}.npz", config=config, logits=rows)
+        rows = logits(as_published(folder / case, config_of(case)))
+        config, names = json.dumps(config_of(case), sort_keys=True), names_of(case)
+        np.savez_compressed(OUT / f"{case}.npz", config=config, logits=rows, **names)
         print(f"{case}: std {rows.std():.3f}, transformers {transformers.__version__}")
+
+
+def names_of(case: str) -> dict[str, Any]:
+    """The tensors of a directory, which transformers found, and those of a GGUF file."""
+    gguf = sorted(gguf_of(case).tensors) if case in GGUF_CASES else []
+    return {"tensors": sorted(shapes(config_of(case))), "gguf_tensors": gguf}
 
 
 def vectors(folder: Path) -> npt.NDArray[np.float32]:
@@ -291,6 +330,9 @@ def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
             ("gemma", "Gemma4Model"),
             ("glm", "Glm4Model"),
             ("glm", "Glm4MoeLiteModel"),
+            ("hunyuan", "HunYuanModel"),
+            ("laguna", "LagunaModel"),
+            ("muse_glimmer", "MuseGlimmerModel"),
         ):  # want tokens of their models
             family: Any = importlib.import_module(f"conversion.{module}")
             getattr(family, kind).set_vocab = base.TextModel._set_vocab_gpt2
@@ -305,8 +347,11 @@ def compare(folder: Path, llama_cpp: Path, cases: Iterable[str]) -> None:
         config = config_of(case)
         if config["model_type"] == "lfm3":  # llama.cpp b11434 lacks it
             continue
-        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+        kind = config["model_type"]
+        config["architectures"] = [_CLASSES.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
         config.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        if kind == "hunyuan_v1_dense":  # whose context the converter wants
+            config["max_position_embeddings"] = 32_768
         source = write_checkpoint(folder / case, config)
         (source / "tokenizer.json").write_text(byte_level_json(size=316), encoding="utf-8")
         (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
@@ -317,6 +362,12 @@ def compare(folder: Path, llama_cpp: Path, cases: Iterable[str]) -> None:
         source, made = seeing_qwen.write(folder / "seeing_qwen"), folder / "mmproj.gguf"
         convert(llama_cpp, source, made, "--mmproj")
         print(f"its tower: {'; '.join(differences(seeing_qwen.mmproj(), made)) or 'the same'}")
+
+
+_CLASSES = {
+    "nanbeige": "NanbeigeForCausalLM",
+    "muse_glimmer_text": "MuseGlimmerForConditionalGeneration",
+}
 
 
 def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:

@@ -27,6 +27,7 @@ namespace edgespec {
 // then need not be its place in the cache.
 // With a `value_dim` below the width of a head attention is latent: values are the first channels of the keys. Only the
 // keys are kept, row by row, and only those channels are normalized. The others are rotated.
+// Heads are normalized before their rotation, or with `normed_last` behind it.
 template <Cells kCells>
 class AttentionOver {
   static constexpr auto kCell = kCells == Cells::halves ? ort::kFloat16 : ort::kInt8;
@@ -52,6 +53,7 @@ class AttentionOver {
         interleaved_(info.number("interleaved") != 0),
         bidirectional_(info.number("bidirectional", 0) != 0),
         row_tables_(info.number("row_tables", 0) != 0),
+        normed_last_(info.number("normed_last", 0) != 0),
         distance_(info.number("pair_distance", 0)),
         step_(info.number("growth_step", 0)),
         growth_(info.real("growth", 0)),
@@ -67,6 +69,7 @@ class AttentionOver {
     const bool shared = kv_heads_ == 1 && head_dim_ % kLanes == 0 && units_.empty() && distance_ == 0;
     require(value_dim_ > 0 && value_dim_ <= head_dim_ && (shared || !latent()), "values have an impossible width");
     require(kCells == Cells::halves || !latent(), "latent attention keeps float16");
+    require(!latent() || !normed_last_, "latent attention normalizes before the rotation");
     require(window_ >= 0, "an attention window is negative");
     require(distance_ >= 0 && distance_ <= head_dim_ / 2, "pairs that turn lie farther apart than half a head");
     require(step_ >= 0, "queries grow after a negative number of tokens");
@@ -219,11 +222,12 @@ class AttentionOver {
   // The row of the tables for row `r` of a sequence.
   int64_t turn(const Rows& rows, int64_t r) const { return (row_tables_ ? rows.first : rows.past) + r; }
 
-  // Normalizes a head's channels, rotates them by row `turn` of the tables, and multiplies them by `factor`.
+  // Normalizes a head's channels and rotates them by row `turn` of the tables, in one of both orders, and multiplies
+  // them by `factor`.
   void prepare(const State& s, const float* x, const float* gain, int64_t turn, float factor, float* y) const {
-    if (gain != nullptr)
-      kernels_.normalize(x, gain, epsilon_, value_dim_, y);
-    const int64_t normed = gain != nullptr ? value_dim_ : 0;
+    const bool before = gain != nullptr && !normed_last_;
+    if (before) kernels_.normalize(x, gain, epsilon_, value_dim_, y);
+    const int64_t normed = before ? value_dim_ : 0;
     std::copy(x + normed, x + head_dim_, y + normed);
     const int64_t apart = distance_ > 0 ? distance_ : s.pairs;
     const float *cos = s.cos + turn * s.pairs, *sin = s.sin + turn * s.pairs;
@@ -237,6 +241,7 @@ class AttentionOver {
       for (int64_t i = 0; i < s.pairs; i++) rotate(turning[2 * i], turning[2 * i + 1], i);
     else  // a loop of its own, which compilers turn into vectors
       for (int64_t i = 0; i < s.pairs; i++) rotate(turning[i], turning[apart + i], i);
+    if (gain != nullptr && normed_last_) kernels_.normalize(y, gain, epsilon_, head_dim_, y);
     if (factor != 1.0f)
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
   }
@@ -333,7 +338,7 @@ class AttentionOver {
 
   const Kernels& kernels_;
   int64_t heads_, kv_heads_, head_dim_, value_dim_, window_;
-  bool interleaved_, bidirectional_, row_tables_;
+  bool interleaved_, bidirectional_, row_tables_, normed_last_;
   int64_t distance_, step_;  // distance_: between the channels of a pair; 0 if it is the number of pairs
   float growth_, scale_, epsilon_, cap_;
   std::vector<float> units_;  // the gain of values; empty if values are not normalized

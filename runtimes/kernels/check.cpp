@@ -188,6 +188,7 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
   std::vector<float> y(static_cast<size_t>(rows * width));
   Projection p = product(parts.data(), parts.size(), x, y);
   p.gate = gate;
+  p.bend = {0.8f, 0.7f, 0.5f};
   p.bias = rows % 2 ? bias.data() : nullptr;
   p.other_bias = rows % 2 ? other.data() : nullptr;
   p.residual = rows % 3 ? residual.data() : nullptr;
@@ -199,7 +200,7 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
 void add_products(Cases& cases) {
   const std::pair<Gate, const char*> gates[] = {
       {Gate::none, ""}, {Gate::silu, ", SiLU"}, {Gate::gelu, ", GELU"}, {Gate::clamped, ", clamped"},
-      {Gate::squared, ", squared"}};
+      {Gate::squared, ", squared"}, {Gate::xielu, ", xIELU"}};
   for (int format = 0; format < kFormatCount; format++)
     for (const auto& [gate, called] : gates)
       for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 40, 50}) {

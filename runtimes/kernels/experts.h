@@ -42,7 +42,7 @@ class Experts {
     const std::string gating = info.text("gating");
     sigmoid_ = gating == "sigmoid";
     require(sigmoid_ || gating == "softmax", "experts are weighed by neither softmax nor sigmoid");
-    require(gate_ != Gate::none, "experts have no gate");
+    require(gate_ != Gate::none && gate_ != Gate::xielu, "experts have no gate, or xielu");
     require(used_ > 0 && used_ <= experts_ && experts_ <= kMostExperts, "a row uses an impossible number of experts");
     for (const int64_t width : {inputs_, width_})
       require(width > 0 && width < kMost / experts_ && width % kLanes == 0, "experts have impossible widths");

@@ -101,9 +101,11 @@ int64_t size_of(int64_t format, int64_t columns, int64_t inputs) {
 
 void fill_linear(Choices& choices, OrtKernelInfo& node) {
   const int64_t inputs = 256 * (1 + choices.below(2)), rows = 1 + choices.below(12);
-  const char* const gates[] = {"", "silu", "gelu", "squared"};
-  const std::string gate = gates[choices.below(4)];
-  const int64_t own = 1 + choices.below(3), count = gate.empty() || gate == "squared" || choices.rarely() ? own : 2 * own;
+  const char* const gates[] = {"", "silu", "gelu", "squared", "xielu"};
+  const int gate_number = choices.below(5);
+  const std::string gate = gates[gate_number];
+  const bool alone = gate_number % 3 == 0 || gate_number == 4;
+  const int64_t own = 1 + choices.below(3), count = alone || choices.rarely() ? own : 2 * own;
   int64_t columns[3], width = 0;
   for (int64_t i = 0; i < own; i++) width += columns[i] = 1 + choices.below(40);
   const Shape shapes[] = {{1, rows, inputs}, {inputs}, {width}, {width}, {1, rows, width}};
@@ -175,6 +177,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   if (!latent && choices.below(2)) node.numbers["normed_values"] = 1;
   if (choices.below(2)) node.numbers["bidirectional"] = 1;
   if (row_tables) node.numbers["row_tables"] = 1;
+  if (choices.below(2)) node.numbers["normed_last"] = 1;
   if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
   if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
   if (choices.below(2)) node.reals["cap"] = choices.rarely() ? NAN : 5.0f;
@@ -365,6 +368,7 @@ void fill_head_linear(Choices& choices, OrtKernelInfo& node) {
 void fill_head_gate(Choices& choices, OrtKernelInfo& node) {
   const int64_t heads = choices.below(20), head_dim = choices.below(70), rows = choices.below(12);
   for (const int64_t width : {heads * head_dim, heads}) add(choices, node, {1, rows, width});
+  if (choices.below(2)) node.numbers["softplus"] = 1;
 }
 
 constexpr std::pair<std::string_view, void (*)(Choices&, OrtKernelInfo&)> kFill[] = {

@@ -13,14 +13,15 @@ inline bool same_rows(const Tensor& x, const Tensor& y) {
   return x.shape.size() == 3 && y.shape.size() == 3 && x.shape[0] == 1 && y.shape[0] == 1 && x.shape[1] == y.shape[1];
 }
 
-// The outputs of heads, side by side, times the sigmoids of numbers, of which each head has one (LFM3).
+// The outputs of heads, side by side, times the sigmoids or softplus of numbers. Each is the factor of as many outputs:
+// those of a head (LFM3, Laguna), or one (Muse Glimmer).
 class HeadGate {
  public:
   static constexpr const char* kName = "HeadGate";
   static constexpr ort::Inputs kInputs{{{"x", ort::kFloat}, {"gates", ort::kFloat}}};
   static constexpr std::array kOutputs = {ort::kFloat};
 
-  HeadGate(const Info&, const Host& host) : kernels_(host.kernels) {}
+  HeadGate(const Info& info, const Host& host) : kernels_(host.kernels), softplus_(info.number("softplus", 0) != 0) {}
 
   void run(const Pass& pass) const {
     const Tensor x = pass.input(kInputs["x"]), gates = pass.input(kInputs["gates"]);
@@ -29,8 +30,14 @@ class HeadGate {
     const int64_t rows = x.shape[1], width = x.last(), heads = gates.last(), head_dim = width / heads;
     auto* y = pass.output<float>(0, x.shape);
     const Buffer<float> shares(gates.size());
-    std::fill_n(shares.get(), gates.size(), 1.0f);
-    kernels_.multiply(Gate::sigmoid, gates.floats(), gates.size(), shares.get());
+    if (softplus_) {
+      const std::vector<float> zeros(static_cast<size_t>(gates.size()));
+      const Buffer<float> unused(gates.size());
+      kernels_.decay(gates.floats(), zeros.data(), zeros.data(), gates.size(), unused.get(), shares.get());
+    } else {
+      std::fill_n(shares.get(), gates.size(), 1.0f);
+      kernels_.multiply(Gate::sigmoid, gates.floats(), gates.size(), shares.get());
+    }
     const auto row = [&](int64_t i) {
       for (int64_t head = i * heads; head < (i + 1) * heads; head++) {
         const float share = shares.get()[head];
@@ -48,6 +55,7 @@ class HeadGate {
   static constexpr int64_t kFewRows = 8;
 
   const Kernels& kernels_;
+  bool softplus_;
 };
 
 // A layer's input of a token times its activated gate: x (1, tokens, part), inputs of all layers.

@@ -98,6 +98,12 @@ inline F squared(F x) {
   return x * x;
 }
 
+// above x^2 + slope x, and below (e^min(x, -1e-6) - 1 - x) + slope x where x is not above 0.
+inline F xielu(F x, const Bend& bend) {
+  const F least = splat(-1e-6f), low = x < least ? x : least;
+  return (x > 0.0f ? x * x * bend.above : (exponential(low) - 1.0f - x) * bend.below) + x * bend.slope;
+}
+
 // The gate of `x`, times `other`. The clamped gate is gpt-oss's.
 inline F gated(F x, F other, Gate gate) {
   if (gate != Gate::clamped) return activate(x, gate) * other;

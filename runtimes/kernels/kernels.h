@@ -24,10 +24,15 @@ struct Part {
   }
 };
 
-// `squared` is max(x, 0)^2, which multiplies nothing.
-enum class Gate { none, silu, gelu, sigmoid, clamped, squared };
+// `squared` is max(x, 0)^2. It and xIELU (arXiv 2411.13010) multiply nothing.
+enum class Gate { none, silu, gelu, sigmoid, clamped, squared, xielu };
 
-constexpr bool has_factor(Gate gate) { return gate != Gate::none && gate != Gate::squared; }
+constexpr bool has_factor(Gate gate) { return gate != Gate::none && gate != Gate::squared && gate != Gate::xielu; }
+
+// The numbers of an xIELU: alpha_p, alpha_n and beta.
+struct Bend {
+  float above, below, slope;
+};
 
 // A projection of `rows` rows. With a gate that has a factor the first half of the parts goes through the activation
 // and is multiplied by the second half, whose parts have the same widths. Biases are added before.
@@ -36,6 +41,7 @@ struct Projection {
   int64_t part_count;
   int64_t inputs;
   Gate gate;
+  Bend bend;
   int64_t width;  // columns of y
   int64_t rows;
   int64_t stride;                  // of activations, from a block to the next

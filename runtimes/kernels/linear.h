@@ -12,7 +12,8 @@ inline Gate gate_of(const std::string& name) {
   if (name == "silu") return Gate::silu;
   if (name == "clamped") return Gate::clamped;
   if (name == "squared") return Gate::squared;
-  require(name == "gelu", "a gate is neither silu nor gelu nor clamped nor squared");
+  if (name == "xielu") return Gate::xielu;
+  require(name == "gelu", "a gate is neither silu nor gelu nor clamped nor squared nor xielu");
   return Gate::gelu;
 }
 
@@ -32,6 +33,7 @@ class Linear {
         inputs_(info.number("inputs")),
         epsilon_(info.real("epsilon")),
         gate_(gate_of(info.text("gate"))),
+        bend_{info.real("above", 0), info.real("below", 0), info.real("slope", 0)},
         parts_(parts_of(info, info.text("parts"), inputs_, kInputs["weights"])) {
     const size_t half = parts_.size() / 2;
     if (has_factor(gate_)) {
@@ -72,6 +74,7 @@ class Linear {
     p.part_count = static_cast<int64_t>(parts_.size());
     p.inputs = inputs_;
     p.gate = gate_;
+    p.bend = bend_;
     p.width = width_;
     p.rows = p.stride = rows;
     const int64_t biases = has_factor(gate_) ? 2 * width_ : width_;
@@ -142,6 +145,7 @@ class Linear {
   int64_t inputs_;
   float epsilon_;
   Gate gate_;
+  Bend bend_;
   std::vector<Part> parts_;
   int64_t width_ = 0, tiles_ = 0, chunks_ = 1;
   const Weights* weights_ = nullptr;

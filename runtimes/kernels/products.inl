@@ -232,6 +232,7 @@ inline void finish(const Projection& p, const Place& at, int64_t row, int64_t ro
     if (others != nullptr)
       v = gated(v, p.other_bias != nullptr ? others[r] + some(p.other_bias + at.column) : others[r], p.gate);
     if (p.gate == Gate::squared) v = squared(v);
+    if (p.gate == Gate::xielu) v = xielu(v, p.bend);
     if (p.residual != nullptr) v = v + some(p.residual + to);
     if (columns == kLanes)
       store(p.y + to, v);

@@ -27,7 +27,7 @@ from tests.kit.drafters import FREE, QUICK, check_drafts
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import converted
 from tests.kit.heads import EIGHT, drafts_for
-from tests.kit.hf import VOCAB, weights, write_directory, write_with_tokenizer
+from tests.kit.hf import VOCAB, config_of, weights, write_directory, write_with_tokenizer
 from tests.kit.mtp import streams_of
 
 NEAR = 0.03
@@ -216,6 +216,30 @@ def test_heads_of_lfm2_rotate_neighbours(tmp_path: Path, kind: str) -> None:
     assert made.config.block is not None and made.config.block.longest == 9 and made.config.block.confident
     reference = Reference(blocks.config(), halves, of_target, anchored=True)
     assert agreed(reading, made, reference) > 20
+    check_drafts(reading.path, made.path, {"max_new_tokens": 30})
+
+
+def test_muse_glimmers_assistant_has_other_names(tmp_path: Path) -> None:
+    """Its target normalizes embeddings for itself alone, and its windows need no switch."""
+    facts = {**config_of("muse_glimmer"), "num_hidden_layers": blocks.LAYERS, "eos_token_id": 2}
+    del facts["layer_types"], facts["layer_rope_theta"]
+    of_target, head = weights(facts, 1), blocks.config()
+    target = write_with_tokenizer(tmp_path / "m", facts, of_target)
+    head |= head.pop("dflash_config") | {"model_type": "muse_glimmer_assistant"}
+    head |= {"architectures": ["MuseGlimmerAssistantModel"], "layer_types": ["sliding_attention"] * 2}
+    head["sliding_window"] = 60
+    del head["vocab_size"], head["num_target_layers"]
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    values = {
+        next((name.replace(*pair) for pair in names.items() if name.startswith(pair[0])), name): tensor
+        for name, tensor in blocks.tensors().items()
+    }
+    source = write_directory(tmp_path / "head", head, values)
+    export_model(target, tmp_path / "target", options=ExportOptions(quantization=EIGHT))
+    export_model(source, tmp_path / "out", options=drafts_for(target, quantization=EIGHT))
+    reading, made = Bundle(tmp_path / "target"), Bundle(tmp_path / "out")
+    assert made.config.attended(100) == 60
+    assert agreed(reading, made, Reference(blocks.config(), blocks.tensors(), of_target)) > 12
     check_drafts(reading.path, made.path, {"max_new_tokens": 30})
 
 

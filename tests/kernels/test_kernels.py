@@ -50,14 +50,15 @@ def plain_linears(draw: st.DrawFn, name: str) -> tuple[Linear, F32, int]:
 def linears(draw: st.DrawFn) -> tuple[Linear, F32, int]:
     """Parts of several formats and everything else a projection may have."""
     rng = np.random.default_rng(draw(SEEDS))
-    gate = draw(st.sampled_from(["", "silu", "gelu"]))
+    gate = draw(st.sampled_from(["", "silu", "gelu", "xielu"]))
+    paired = gate in ("silu", "gelu")
     inputs = 256 * draw(st.integers(1, 4))
-    columns = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)) * (2 if gate else 1)
+    columns = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)) * (1 + paired)
     parts = []
     for count in columns:
         name = draw(st.sampled_from(sorted(FORMATS)))
         parts.append((name, random_blocks(rng, name, count, inputs)))
-    rows, width = draw(st.integers(1, 60)), sum(columns) // (2 if gate else 1)
+    rows, width = draw(st.integers(1, 60)), sum(columns) // (1 + paired)
 
     def maybe(*shape: int) -> F32 | None:
         return rng.uniform(-2, 2, shape).astype(np.float32) if draw(st.booleans()) else None

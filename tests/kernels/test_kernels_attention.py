@@ -38,6 +38,7 @@ class Layer:
     cap: float = 0.0
     gated: bool = False  # behind each query lies its gate
     row_tables: bool = False  # of the pass's rows, not of positions
+    normed_last: bool = False  # heads are normalized behind their rotation
 
     @property
     def width(self) -> int:
@@ -50,6 +51,7 @@ class Layer:
         attributes |= {"scale": self.head_dim**-0.5, "epsilon": 1e-5}
         attributes |= {"cap": self.cap} if self.cap else {}
         attributes |= {"row_tables": 1} if self.row_tables else {}
+        attributes |= {"normed_last": 1} if self.normed_last else {}
         return graph("Attention", OUTPUTS, feeds, {}, attributes)
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
@@ -67,7 +69,7 @@ class Layer:
         queries, keys, values = np.split(rows, ends)
         queries = queries[:: 1 + self.gated]
         normal = [
-            x.astype(np.float64) if gain is None else normed(x, gain)
+            x.astype(np.float64) if gain is None or self.normed_last else normed(x, gain)
             for x, gain in ((queries, self.query_gain), (keys, self.key_gain))
         ]
         return normal[0], normal[1], values
@@ -191,6 +193,8 @@ class Case:
         past, rows = self.cache.length, self.packed.shape[1]
         queries, new, added = self.layer.split(self.packed)
         queries, new = self.layer.rotate(queries, past), self.layer.rotate(new, past)
+        if self.layer.normed_last and self.layer.query_gain is not None and self.layer.key_gain is not None:
+            queries, new = normed(queries, self.layer.query_gain), normed(new, self.layer.key_gain)
         now = Cache(keys, values, self.cache.blocks)
         kept = now.key_rows()[:, past : past + rows]
         np.testing.assert_allclose(kept, new, rtol=2**-11 + 2e-6, atol=1e-5)
@@ -249,6 +253,7 @@ def cases(draw: st.DrawFn) -> Case:
     shape |= {"head_dim": head_dim, "window": draw(st.sampled_from([0, 0, 1, 5, 16, 40, 1000]))}
     shape |= {"rotated": draw(st.sampled_from([0, 2, head_dim // 2, head_dim]))}
     shape |= {"interleaved": draw(st.booleans()), "gains": draw(st.booleans())}
+    shape |= {"normed_last": draw(st.booleans())}
     shape |= {
         "gated": draw(st.booleans()),
         "sinks": draw(st.booleans()),

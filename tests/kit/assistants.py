@@ -61,6 +61,10 @@ def config(*, clustered: bool = True, **text: Any) -> dict[str, Any]:
     }
 
 
+_TARGETS = tuple(f"self_attn.{kind}.weight" for kind in ("k_proj", "v_proj", "k_norm"))
+"""What the target has and the assistant lacks."""
+
+
 def target_tensors() -> Tensors:
     """Those of the target."""
     return weights(target_config())
@@ -73,8 +77,9 @@ def tensors(facts: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
         facts["text_config"],
         facts["text_config"]["hidden_size"],
     )
+    without_sharing = {**text, "num_kv_shared_layers": 0}
     shaped = {"pre_projection.weight": (own, 2 * width), "post_projection.weight": (width, own)}
-    found: dict[str, npt.NDArray[Any]] = dict(weights(text, 7))
+    found: dict[str, npt.NDArray[Any]] = dict(weights(without_sharing, 7, _TARGETS))
     if facts["use_ordered_embeddings"]:
         shaped["masked_embedding.centroids.weight"] = facts["num_centroids"], own
         tokens = np.random.default_rng(3).permutation(text["vocab_size"])

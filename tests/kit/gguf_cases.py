@@ -1,11 +1,14 @@
 """The tiny checkpoints of :mod:`tests.kit.hf` as the GGUF files that llama.cpp's converter makes."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from edgespec_export.sources.checkpoint import own_name
+from edgespec_models.families import in_gguf
+from edgespec_models.families.names import SHARED_EXPERT, Names, own_names
 from tests.kit.gguf import F32, Raw, TinyGGUF, tokenizer_facts
 from tests.kit.hf import CASES, Tensors, config_of, convolves, mlp_width, nemotron_kinds, weights
 
@@ -19,6 +22,8 @@ ARCHITECTURES |= {
     "exaone_moe": "exaone-moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe_lite": "deepseek2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "muse_glimmer_text": "muse-glimmer",
 }
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
@@ -38,105 +43,11 @@ _ORDERED = (
     "eagle3",
     "nemotron_h",
     "nemotron_h_moe",
+    "nanbeige",
+    "muse-glimmer",
 )
-_TENSORS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "self_attn.k_b_proj": "attn_k_b",
-    "self_attn.v_b_proj": "attn_v_b",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "model.embedding_norm": "token_embd_norm",
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "hidden_norm": "attn_norm_2",
-    "fc": "fc",
-    "eh_proj": "nextn.eh_proj",
-    "enorm": "nextn.enorm",
-    "hnorm": "nextn.hnorm",
-    "shared_head.norm": "nextn.shared_head_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
-    "feed_forward.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "router.proj": "ffn_gate_inp",
-    "router": "ffn_gate_inp",
-}
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _EXPERTS |= {"gate_up_proj": "gate_up"}
-_POST_NORMED = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-}
-_LFM3 = {"model.embedding_norm": "output_norm", "self_attn.g_proj": "attn_gate"}
-_LFM3 |= {"post_operator_norm": "post_attention_norm", "post_ffn_norm": "post_ffw_norm"}
-_POST_NORMED_FILES = ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4")
-_LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
-_PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
-_PARAMETERS |= {"mamba.A_log": "ssm_a", "mamba.dt_bias": "ssm_dt.bias", "mamba.D": "ssm_d"}
-_PARAMETERS |= {"layer_scalar": "layer_output_scale.weight", "router.per_expert_scale": "ffn_down_exps.scale"}
-_PARAMETERS |= dict.fromkeys(
-    ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias"), "exp_probs_b.bias"
-)
-_PARAMETERS |= {"feed_forward.expert_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -196,9 +107,11 @@ def converted(
 ) -> TinyGGUF:
     """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
-    model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
+    model.metadata |= {
+        key if key.startswith("xielu.") else f"{name}.{key}": value for key, value in _facts(config).items()
+    }
     if name.startswith("nemotron"):
-        tensors = {_plain_nemotron(source): values for source, values in tensors.items()}
+        tensors = {source.replace("backbone.", "model."): values for source, values in tensors.items()}
     if name.startswith(("granitehybrid", "nemotron")):
         mlp, groups = (
             "mlp.shared_expert." if config.get("num_local_experts") else "mlp.",
@@ -211,6 +124,7 @@ def converted(
         }
     if name == "deepseek2":
         tensors = _heads_of_latent(config, tensors)
+    tensors = {source: values for source, values in tensors.items() if ".act_fn." not in source}
     tensors = _without_experts(model, tensors, kind)
     if name.startswith("qwen35"):
         tensors = {source: _tiled(source, values, config) for source, values in tensors.items()}
@@ -224,22 +138,28 @@ def converted(
         elif values.ndim == 2 and kind == "Q8_0" and not taps and not source.endswith(_FLOATS):
             model.tensors[_renamed(source, name)] = kind, q8_0(values)
         else:
-            less = name in ("gemma2", "gemma3", "qwen35", "qwen35moe") and not source.endswith(
-                "linear_attn.norm.weight"
-            )
-            more = np.float32(less and source.endswith("norm.weight"))
+            less = in_gguf(name, name).less_one
+            more = np.float32(bool(less and re.search(f"{less}$", _own(source, name))))
             values = values[0] if source.endswith("shared_expert_gate.weight") else values
             model.tensors[_renamed(source, name)] = "F32", values + more
     model.tensors |= {f"{n}.weight": ("F32", values) for n, values in _factors(config).items()}
+    if name == "muse-glimmer":
+        for layer in range(config["num_hidden_layers"]):
+            for kind, gain in (("q", config["qk_scale_factor"]), ("k", 1)):
+                gains = np.full(_head(config), gain, np.float32)
+                model.tensors[f"blk.{layer}.attn_{kind}_norm.weight"] = "F32", gains
     return model
 
 
 _FLOATS = (
     "e_score_correction_bias",
     "conv1d.weight",
-    "mamba.A_log",
+    "A_log",
     "mamba.D",
+    "mixer.D",
     "mamba.norm.weight",
+    "mixer.norm.weight",
+    "mixer.gate.weight",
     "mlp.gate.weight",
     "mlp.router.weight",
     "router.layer.weight",
@@ -261,7 +181,7 @@ def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
         source = named
         for name, usual in _GRANITE_EXPERTS.items():
             source = source.replace(name, usual)
-        _, _, behind = source.partition(".experts.")
+        _, _, behind = source.removesuffix("e_score_correction_bias").partition(".experts.")
         layer = f"blk.{source.split('.')[2]}" if behind else ""
         if not behind:
             rest[source] = values
@@ -299,17 +219,37 @@ def _take_gpt_oss(model: TinyGGUF, layer: str, kind: str, tensors: Tensors, sour
 
 
 def _renamed(source: str, architecture: str) -> str:
-    names = _TENSORS | (_POST_NORMED if architecture in _POST_NORMED_FILES else {})
-    names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss", "seed_oss", "nemotron")) else {}
-    names |= _LFM3 if architecture == "lfm3" else {}
-    *_, layer, kind = source.split(".", 3)
-    if kind in _PARAMETERS:
-        return f"blk.{layer}.{_PARAMETERS[kind]}"
-    stem, _, end = source.rpartition(".")
-    if stem in names:
-        return f"{names[stem]}.{end}"
-    _, _, layer, kind = stem.split(".", 3)
-    return f"blk.{layer}.{names[kind]}.{end}"
+    """A tensor's name in GGUF files, by its name on the hub and the tables of its family.
+
+    The goldens have the names that llama.cpp's converter writes.
+    """
+    family, own = in_gguf(architecture, architecture), _own(source, architecture)
+    place, _, kind = own.rpartition(".")
+    table = {**_OTHERS, **family.layer} if place else family.outer
+    first, *_ = table[kind][1].split() or _OTHERS[kind][1].split()
+    return f"{place.replace('layers', 'blk')}.{first}" if place else first
+
+
+def _own(source: str, architecture: str) -> str:
+    """edgespec's name of a tensor of the hub."""
+    family = in_gguf(architecture, architecture)
+    for layer in (family.layer, _OTHERS):
+        own = own_name(source, r"model\.layers\.", own_names(family.outer, "hub"), own_names(layer, "hub"))
+        if own is not None:
+            return own
+    raise AssertionError(source)
+
+
+_OTHERS: Names = {
+    **SHARED_EXPERT,
+    "k_b": ("self_attn.k_b_proj.weight", "attn_k_b.weight"),
+    "v_b": ("self_attn.v_b_proj.weight", "attn_v_b.weight"),
+    "both": ("eh_proj.weight", "nextn.eh_proj.weight"),
+    "embed_norm": ("enorm.weight", "nextn.enorm.weight"),
+    "fuse_norm": ("hnorm.weight", "nextn.hnorm.weight"),
+    "final_norm": ("shared_head.norm.weight", "nextn.shared_head_norm.weight"),
+}
+"""Of latent attention that is taken apart, of MTP layers, and of a shared MLP that is."""
 
 
 def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
@@ -328,35 +268,13 @@ def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
     )
 
 
-_MIXERS: tuple[tuple[str, str], ...] = (
-    ("q", "self_attn."),
-    ("k", "self_attn."),
-    ("v", "self_attn."),
-    ("o_", "self_attn."),
-)
-_MIXERS += (("up", "mlp."), ("down", "mlp."), ("shared", "mlp."), ("experts", "mlp."), ("gate", "mlp."))
-
-
-def _plain_nemotron(source: str) -> str:
-    """A tensor of a Nemotron-H by the names that most models have for what it is."""
-    for name, usual in {"embeddings": "embed_tokens", "norm_f": "norm"}.items():
-        source = source.replace(f"backbone.{name}.", f"model.{usual}.")
-    layer, mixer, kind = source.replace("backbone.", "model.").partition(".mixer.")
-    if not mixer:
-        return re.sub(r"(layers\.\d+)\.norm\.", r"\1.input_layernorm.", layer)
-    if "e_score" in kind:
-        return f"{layer}.feed_forward.expert_bias"
-    part = next((part for start, part in _MIXERS if kind.startswith(start)), "mamba.")
-    return f"{layer}.{part}{kind.replace('shared_experts', 'shared_expert')}"
-
-
 def _mamba(source: str, values: F32, mlp: str, groups: int) -> Iterator[tuple[str, F32]]:
     """A tensor of a Granite 4 H, or the two that become of it; ``mlp`` is the place of the shared MLP."""
     if source.endswith("A_log"):
         values = -np.exp(values, dtype=np.float64).astype(np.float32)
-    if source.endswith(("A_log", "mamba.D")):
+    if source.endswith(("A_log", "mamba.D", "mixer.D")):
         values = values[:, None]
-    elif source.endswith("mamba.norm.weight"):
+    elif source.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         values = values.reshape(groups, -1)
     elif source.endswith("shared_mlp.input_linear.weight"):
         for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
@@ -445,17 +363,58 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
             facts["rope.dimension_count"] = head
     elif "layer_types" in config and config["model_type"] == "qwen3_5_text":
         facts["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
-    elif "layer_types" in config and config["model_type"] != "gpt_oss":
+    elif "layer_types" in config and config["model_type"] not in ("gpt_oss", "laguna"):
         windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
         facts["attention.sliding_window_pattern"] = windowed
     if config["model_type"] not in _WITHOUT_ROTARY_DIM:
         facts["rope.dimension_count"] = int(head * stated.get("partial_rotary_factor", 1))
+    if config["model_type"] in _FACTS:
+        facts |= _FACTS[config["model_type"]](config)
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
     if "short_factor" in scaling:
         whole, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
         facts["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(whole / original) / np.log(original)))
     return facts
+
+
+def _laguna_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    local = config["rope_parameters"]["sliding_attention"]
+    return {
+        "attention.head_count": config["num_attention_heads_per_layer"],
+        "rope.dimension_count_swa": _head(config),
+        "rope.freq_base_swa": local["rope_theta"],
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config["moe_routed_scaling_factor"],
+    }
+
+
+def _apertus_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    tensors, facts = weights(config), dict[str, object]()
+    for kind in ("alpha_p", "alpha_n", "beta", "eps"):
+        layers = (f"model.layers.{n}.mlp.act_fn.{kind}" for n in range(config["num_hidden_layers"]))
+        facts[f"xielu.{kind}"] = [float(tensors[name].item()) for name in layers]
+    return facts
+
+
+def _hunyuan_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    head, scaling = _head(config), config["rope_scaling"]
+    return {
+        "rope.freq_base": config["rope_theta"] * scaling["alpha"] ** (head / (head - 2)),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1,
+    }
+
+
+_FACTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, object]]] = {
+    "laguna": _laguna_facts,
+    "apertus": _apertus_facts,
+    "hunyuan_v1_dense": _hunyuan_facts,
+    "nanbeige": lambda config: {key: config[key] for key in ("num_loops", "skip_loop_final_norm")},
+    "muse_glimmer_text": lambda config: {"logit_scale": config["output_multiplier"]},
+}
+"""What some families state besides."""
 
 
 def _nemotron_facts(facts: dict[str, object], config: Mapping[str, Any]) -> dict[str, object]:
@@ -539,6 +498,8 @@ def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 _WITHOUT_ROTARY_DIM = (
+    "hunyuan_v1_dense",
+    "muse_glimmer_text",
     "seed_oss",
     "ernie4_5",
     "qwen2",

@@ -114,10 +114,7 @@ def target_gguf(case: str, kind: str = "Q8_0") -> TinyGGUF:
 
 def head_gguf(case: str, kind: str = "Q8_0") -> TinyGGUF:
     """The head as llama.cpp's converter writes it: ``d2t`` holds the target's tokens, not differences."""
-    names = {"norm.weight": "model.norm.weight"}
-    tensors = {
-        names.get(name, name.replace("midlayer", "model.layers.0")): x for name, x in head_weights().items()
-    }
+    tensors = {name.replace("midlayer", "model.layers.0"): x for name, x in head_weights().items()}
     model = converted("eagle3", head_config(case), tensors, kind, tokens=VOCAB)
     model.metadata |= {
         "eagle3.target_layers": list(TARGET_LAYERS),

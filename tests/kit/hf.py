@@ -1,6 +1,5 @@
 """Tiny Hugging Face checkpoints, written on the spot.
 
-Needs numpy only: ``tools/make_hf_golden.py`` imports it where nothing else of edgespec is.
 Weights are a formula: the stream of PCG64 (whose raw numbers are the same in every version of numpy) over
 the tensors in the order of their names, seven significant bits each, so that float32, float16 and bfloat16
 files hold the same values.
@@ -14,6 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_models.decoders.record import record
+from edgespec_models.families import model_of
+from edgespec_models.families.reading import config_of as decoder_of
+from edgespec_models.files.facts import Facts
 from tests.kit.tokenizers import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -153,7 +156,6 @@ _GEMMA4_TIED = {
     "hidden_size_per_layer_input": 0,
     "use_bidirectional_attention": "vision",
 }
-_POST_NORMED = ("olmo2", "olmo3", "exaone4")
 _EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -385,6 +387,51 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "use_expert_bias": True,
     },
     "lfm3": _LFM3,
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        "tie_word_embeddings": True,
+    },
+    "apertus": {
+        "model_type": "apertus",
+        "hidden_act": "xielu",
+        "rope_scaling": _LLAMA3,
+        "rope_theta": 500.0,
+    },
+    "laguna": {
+        "model_type": "laguna",
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "num_attention_heads_per_layer": [4, 6, 6],
+        "sliding_window": 6,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding")],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "gating": True,
+        "rope_parameters": {
+            "full_attention": {**_YARN, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+        },
+        **_EXPERTS,
+        "num_dense_layers": 1,
+        "shared_expert_intermediate_size": 64,
+        "moe_routed_scaling_factor": 2.5,
+    },
+    "nanbeige": {"model_type": "nanbeige", "num_loops": 2, "skip_loop_final_norm": False},
+    "muse_glimmer": {
+        "model_type": "muse_glimmer_text",
+        "num_hidden_layers": 5,
+        "head_dim": 32,
+        "hidden_activation": "silu",
+        "sliding_window": 6,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "sliding", "full")],
+        "layer_rope_theta": [0, 100.0, 100.0, 100.0, 0],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "final_logit_softcapping": 4.0,
+        "output_multiplier": 0.5,
+        "qk_scale_factor": 3.87,
+        "post_norm_eps": 1e-8,
+    },
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
     "ministral3_long": {
         "model_type": "ministral3",
@@ -445,7 +492,7 @@ NATIVE = tuple(
     for case in CASES
     if case.startswith(("ministral3_long", "qwen35", "lfm", "gpt", "granite4_h", "nemotron"))
     or "_moe" in case
-    or case == "gemma4"
+    or case in ("gemma4", "hunyuan", "apertus", "laguna", "nanbeige", "muse_glimmer")
 )
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
@@ -478,43 +525,97 @@ def mlp_width(config: Mapping[str, Any]) -> int:
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint with this ``config.json``."""
-    if config["model_type"] == "nemotron_h":
-        return _nemotron(config)
-    hidden, kind = config["hidden_size"], config["model_type"]
-    tensors: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        f"model.{'embedding_' * kind.startswith('lfm')}norm.weight": (hidden,),
-    }
-    if not config.get("tie_embedding", config["tie_word_embeddings"]):
-        tensors["lm_head.weight"] = (config["vocab_size"], hidden)
-    if width := config.get("hidden_size_per_layer_input", 0) * config["num_hidden_layers"]:
-        tensors["model.embed_tokens_per_layer.weight"] = config["vocab_size"], width
-        tensors["model.per_layer_model_projection.weight"] = width, hidden
-        tensors["model.per_layer_projection_norm.weight"] = (config["hidden_size_per_layer_input"],)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        if is_delta_net(config, layer):
-            shaped = _delta_net(config)
-        elif config.get("layer_types", ())[layer:][:1] == ["mamba"]:
-            shaped = _mamba(config)
+    """The tensors of a checkpoint with this ``config.json``, as its family's tables name them.
+
+    The goldens have the names that transformers reads.
+    """
+    family, facts = model_of(Facts(config, "config.json"))
+    decoder, kind = decoder_of(facts, family), config["model_type"]
+    made, stacked = record(decoder), _STACKED.get(kind, ())
+    shaped = made.tensors | (made.biases if kind in _BIASED else {})
+    if facts.boolean("tie_word_embeddings", default=False):
+        del shaped["lm_head"]
+    for name, product in made.products.items():
+        if name.rpartition(".")[2] in stacked:
+            parts = [shaped.pop(matrix) for matrix in product.matrices]
+            shaped[name] = sum(rows for rows, _ in parts), parts[0][1]
+    count, tensors = decoder.experts.count if decoder.experts else 0, dict[str, tuple[int, ...]]()
+    for own, (rows, *rest) in shaped.items():
+        place, _, name = own.rpartition(".")
+        first, *others = {**family.outer, **family.layer}.get(name, (name, ""))[0].split() or [name]
+        fused = name.startswith("experts_") and "experts_gate_up" in stacked
+        prefix = f"model.{place}." if place else ""
+        if name in _UNSTORED.get(kind, ()):
+            continue
+        if fused:
+            tensors[prefix + (others or [first])[-1]] = count, rows // count, *rest
+        elif "*" in first:
+            for number in range(count):
+                tensors[prefix + first.replace("*", str(number))] = rows // count, *rest
+        elif name == "conv":
+            tensors[prefix + first] = rows, 1, *rest
         else:
-            own = {"lfm2": _lfm2_layer, "lfm2_moe": _lfm2_layer, "lfm3": _lfm3_layer}.get(kind)
-            own = {"gemma4_text": _gemma4_layer, "glm4_moe_lite": _latent_layer}.get(kind, own)
-            named = _layer(config) if own is None else own(config, layer)
-            shaped = {f"{name}.weight": shape for name, shape in named.items()}
-        if kind == "gemma4_text":
-            tensors[f"{prefix}layer_scalar"] = (1,)
-            if config.get("enable_moe_block"):
-                shaped |= _gemma4_experts(config)
-        dense = config.get("num_dense_layers", config.get("first_k_dense_replace", 0))
-        if layer >= dense and "num_experts_per_tok" in config:
-            shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
-            shaped |= _experts(config)
-        tensors |= {f"{prefix}{name}": shape for name, shape in shaped.items()}
-        if kind in ("qwen2", "gpt_oss", "seed_oss", "glm4"):
-            rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
-            tensors |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
+            tensors[prefix + first] = rows, *rest
+    return _as_published(config, tensors)
+
+
+_BIASED = ("qwen2", "gpt_oss", "seed_oss", "glm4")
+"""Those whose queries, keys and values have biases."""
+_STACKED: Mapping[str, tuple[str, ...]] = {
+    "glm4": ("gate_up",),
+    "phi3": ("qkv", "gate_up"),
+    "granitemoe": ("experts_gate_up",),
+    "granitemoehybrid": ("gate_up", "shared_gate_up", "experts_gate_up"),
+    "qwen3_5_moe_text": ("experts_gate_up",),
+    "gemma4_text": ("experts_gate_up",),
+}
+"""The products whose matrices are one tensor; experts that are so have one for all."""
+_UNSTORED: Mapping[str, tuple[str, ...]] = {
+    "muse_glimmer_text": ("q_norm", "k_norm"),
+    "gpt_oss": tuple(f"experts_{part}{end}" for part in ("gate", "up", "down") for end in ("", "_bias")),
+    "glm4_moe_lite": ("v_b",),
+}
+"""What directories lack, or have otherwise (:func:`_as_published`)."""
+
+
+def _as_published(
+    config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors with what the tables of a family do not say."""
+    kind, published = config["model_type"], dict[str, tuple[int, ...]]()
+    for name, shape in tensors.items():
+        layer, _, end = name.rpartition(".")
+        if kind == "nemotron_h":
+            published[name.replace("model.", "backbone.", 1)] = shape
+        elif kind in ("laguna", "qwen3_5_moe_text"):
+            renamed = name.replace("gate.e_score", "experts.e_score")
+            published[renamed.replace("shared_experts", "shared_expert")] = shape
+        elif kind == "glm4_moe_lite" and end == "k_b":
+            heads, widths = config["num_attention_heads"], ("qk_nope_head_dim", "v_head_dim")
+            rows = heads * sum(config[width] for width in widths)
+            published[f"{layer}.self_attn.kv_b_proj.weight"] = rows, config["kv_lora_rank"]
+        elif name.endswith("moe_statics.e_score_correction_bias"):
+            published[name] = 1, *shape
+        else:
+            published[name] = shape
+    for layer in map("model.layers.{}.".format, range(config["num_hidden_layers"])):
+        if kind == "gpt_oss":
+            hidden, width = config["hidden_size"], config["intermediate_size"]
+            published |= _gpt_oss_experts(layer, hidden, config["num_local_experts"], width)
+        elif kind == "apertus":
+            published |= {f"{layer}mlp.act_fn.alpha_{sign}": (1,) for sign in "pn"}
+            published |= {f"{layer}mlp.act_fn.{number}": () for number in ("beta", "eps")}
+    return published
+
+
+def _gpt_oss_experts(layer: str, hidden: int, count: int, width: int) -> dict[str, tuple[int, ...]]:
+    tensors = dict[str, tuple[int, ...]]()
+    for name, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+        tensors |= {
+            f"{layer}mlp.experts.{name}_proj_blocks": (count, rows, columns // 32, 16),
+            f"{layer}mlp.experts.{name}_proj_scales": (count, rows, columns // 32),
+            f"{layer}mlp.experts.{name}_proj_bias": (count, rows),
+        }
     return tensors
 
 
@@ -523,112 +624,6 @@ def is_delta_net(config: Mapping[str, Any], layer: int) -> bool:
     if not config["model_type"].startswith("qwen3_5"):
         return False
     return (layer + 1) % int(config["full_attention_interval"]) != 0
-
-
-_DENSE = ("mlp.", "feed_forward.")
-
-
-def _gpt_oss_experts(hidden: int, count: int, width: int) -> dict[str, tuple[int, ...]]:
-    tensors: dict[str, tuple[int, ...]] = {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (4,)}
-    tensors |= {"mlp.router.weight": (count, hidden), "mlp.router.bias": (count,)}
-    for name, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
-        tensors |= {
-            f"mlp.experts.{name}_proj_blocks": (count, rows, columns // 32, 16),
-            f"mlp.experts.{name}_proj_scales": (count, rows, columns // 32),
-            f"mlp.experts.{name}_proj_bias": (count, rows),
-        }
-    return tensors
-
-
-def _granite_experts(hidden: int, count: int, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "block_sparse_moe.router.layer.weight": (count, hidden),
-        "block_sparse_moe.input_linear.weight": (count, 2 * width, hidden),
-        "block_sparse_moe.output_linear.weight": (count, hidden, width),
-    }
-
-
-def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a layer has instead of an MLP, as the family's published files name it."""
-    hidden = config["hidden_size"]
-    if config["model_type"] == "gpt_oss":
-        return _gpt_oss_experts(hidden, config["num_local_experts"], config["intermediate_size"])
-    if config["model_type"].startswith("granitemoe"):
-        return _granite_experts(hidden, config["num_local_experts"], config["intermediate_size"])
-    width = config["moe_intermediate_size"]
-    if config["model_type"] == "glm4_moe_lite":
-        return _latent_experts(hidden, config["n_routed_experts"], width, config["n_shared_experts"] * width)
-    count = config["num_experts"]
-    if config["model_type"] == "qwen3_5_moe_text":
-        shared = config["shared_expert_intermediate_size"]
-        tensors: dict[str, tuple[int, ...]] = {
-            "mlp.gate.weight": (count, hidden),
-            "mlp.experts.gate_up_proj": (count, 2 * width, hidden),
-            "mlp.experts.down_proj": (count, hidden, width),
-            "mlp.shared_expert_gate.weight": (1, hidden),
-            "mlp.shared_expert.gate_proj.weight": (shared, hidden),
-            "mlp.shared_expert.up_proj.weight": (shared, hidden),
-            "mlp.shared_expert.down_proj.weight": (hidden, shared),
-        }
-        return tensors
-    lfm2 = config["model_type"] == "lfm2_moe"
-    place = "feed_forward" if lfm2 else "mlp"
-    names = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
-    tensors = {f"{place}.gate.weight": (count, hidden)} | ({f"{place}.expert_bias": (count,)} if lfm2 else {})
-    if config["model_type"] in ("exaone_moe", "ernie4_5_moe"):
-        ernie = config["model_type"] == "ernie4_5_moe"
-        bias = "moe_statics.e_score_correction_bias" if ernie else "gate.e_score_correction_bias"
-        tensors[f"mlp.{bias}"] = (1, count) if ernie else (count,)
-        shared = config["moe_num_shared_experts" if ernie else "num_shared_experts"] * width
-        tensors |= {f"mlp.shared_experts.{name}.weight": (shared, hidden) for name in names[:2]}
-        tensors["mlp.shared_experts.down_proj.weight"] = (hidden, shared)
-    for expert in range(count):
-        for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
-            tensors[f"{place}.experts.{expert}.{name}.weight"] = shape
-    return tensors
-
-
-def _delta_net(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, mlp, heads = (
-        config[key] for key in ("hidden_size", "intermediate_size", "linear_num_value_heads")
-    )
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    width, taps = config["linear_value_head_dim"], config["linear_conv_kernel_dim"]
-    values = heads * width
-    tensors: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "linear_attn.in_proj_qkv.weight": (2 * keys + values, hidden),
-        "linear_attn.in_proj_z.weight": (values, hidden),
-        "linear_attn.in_proj_a.weight": (heads, hidden),
-        "linear_attn.in_proj_b.weight": (heads, hidden),
-        "linear_attn.conv1d.weight": (2 * keys + values, 1, taps),
-        "linear_attn.A_log": (heads,),
-        "linear_attn.dt_bias": (heads,),
-        "linear_attn.norm.weight": (width,),
-        "linear_attn.out_proj.weight": (hidden, values),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-    }
-    return tensors
-
-
-def _mamba(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    heads, hidden = config["mamba_n_heads"], config["hidden_size"]
-    inner, taps = heads * config["mamba_d_head"], config["mamba_d_conv"]
-    channels = inner + 2 * config["mamba_d_state"]
-    tensors = {f"{name}.weight": shape for name, shape in _layer(config).items() if "self_attn" not in name}
-    return tensors | {
-        "mamba.in_proj.weight": (inner + channels + heads, hidden),
-        "mamba.conv1d.weight": (channels, 1, taps),
-        "mamba.conv1d.bias": (channels,),
-        "mamba.A_log": (heads,),
-        "mamba.D": (heads,),
-        "mamba.dt_bias": (heads,),
-        "mamba.norm.weight": (inner,),
-        "mamba.out_proj.weight": (hidden, inner),
-    }
 
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -640,205 +635,6 @@ def nemotron_kinds(config: Mapping[str, Any]) -> list[str]:
     return [_LETTERS.get(kind, kind) for kind in types]
 
 
-def _nemotron(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, mlp, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
-    query, kv = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
-    heads = config["mamba_num_heads"]
-    inner = heads * config["mamba_head_dim"]
-    channels = inner + 2 * config["n_groups"] * config["ssm_state_size"]
-    count = config.get("n_routed_experts", 0)
-    width, shared = (config.get(f"moe_{kind}intermediate_size", 0) for kind in ("", "shared_expert_"))
-    experts = {f"experts.{n}.up_proj.weight": (width, hidden) for n in range(count)}
-    experts |= {f"experts.{n}.down_proj.weight": (hidden, width) for n in range(count)}
-    kinds: Mapping[str, dict[str, tuple[int, ...]]] = {
-        "linear_attention": {
-            "in_proj.weight": (inner + channels + heads, hidden),
-            "conv1d.weight": (channels, 1, config["conv_kernel"]),
-            "conv1d.bias": (channels,),
-            **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
-            "norm.weight": (inner,),
-            "out_proj.weight": (hidden, inner),
-        },
-        "full_attention": {
-            "q_proj.weight": (query, hidden),
-            **dict.fromkeys(("k_proj.weight", "v_proj.weight"), (kv, hidden)),
-            "o_proj.weight": (hidden, query),
-        },
-        "mlp": {"up_proj.weight": (mlp, hidden), "down_proj.weight": (hidden, mlp)},
-        "moe": {
-            "gate.weight": (count, hidden),
-            "gate.e_score_correction_bias": (count,),
-            "shared_experts.up_proj.weight": (shared, hidden),
-            "shared_experts.down_proj.weight": (hidden, shared),
-            **experts,
-        },
-    }
-    tensors: dict[str, tuple[int, ...]] = {
-        "backbone.embeddings.weight": (config["vocab_size"], hidden),
-        "backbone.norm_f.weight": (hidden,),
-        "lm_head.weight": (config["vocab_size"], hidden),
-    }
-    for layer, kind in enumerate(nemotron_kinds(config)):
-        tensors[f"backbone.layers.{layer}.norm.weight"] = (hidden,)
-        named = kinds[kind].items()
-        tensors |= {f"backbone.layers.{layer}.mixer.{name}": shape for name, shape in named}
-    return tensors
-
-
-def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, mlp, kind = config["hidden_size"], config["intermediate_size"], config["model_type"]
-    heads = config["num_attention_heads"]
-    head = config.get("head_dim", hidden // heads)
-    query, kv = heads * head, config["num_key_value_heads"] * head
-    tensors: dict[str, tuple[int, ...]] = {} if kind in _POST_NORMED else {"input_layernorm": (hidden,)}
-    tensors |= {
-        "post_attention_layernorm": (hidden,),
-        "self_attn.o_proj": (hidden, query),
-        "mlp.down_proj": (hidden, mlp),
-    }
-    if kind == "phi3":
-        tensors |= {"self_attn.qkv_proj": (query + 2 * kv, hidden), "mlp.gate_up_proj": (2 * mlp, hidden)}
-    else:
-        tensors |= {
-            f"self_attn.{name}_proj": (rows, hidden)
-            for name, rows in zip("qkv", (query * (1 + kind.startswith("qwen3_5")), kv, kv), strict=True)
-        }
-        tensors |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
-    if kind == "glm4":
-        tensors |= dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), (hidden,))
-        del tensors["mlp.gate_proj"], tensors["mlp.up_proj"]
-        tensors["mlp.gate_up_proj"] = (2 * mlp, hidden)
-    if kind == "granitemoehybrid":
-        tensors = {name: shape for name, shape in tensors.items() if not name.startswith("mlp.")}
-        mlp = config["shared_intermediate_size"]
-        tensors |= {"shared_mlp.input_linear": (2 * mlp, hidden), "shared_mlp.output_linear": (hidden, mlp)}
-    if kind in (
-        "qwen3",
-        "qwen3_moe",
-        "gemma3_text",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "exaone4",
-        "exaone_moe",
-    ):
-        tensors |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
-    if kind in ("gemma2", "gemma3_text"):
-        tensors["pre_feedforward_layernorm"] = (hidden,)
-    if kind in ("gemma2", "gemma3_text", *_POST_NORMED):
-        tensors["post_feedforward_layernorm"] = (hidden,)
-    if kind in ("olmo2", "olmo3"):
-        tensors |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}
-    return tensors
-
-
-def _gemma4_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, heads, kv = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    full = config["layer_types"][layer] == "full_attention"
-    tied, head = full and config.get("attention_k_eq_v"), config["global_head_dim" if full else "head_dim"]
-    shared = layer >= config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    kv = config["num_global_key_value_heads"] if tied else kv
-    mlp, inputs = config["intermediate_size"], config["hidden_size_per_layer_input"]
-    mlp *= 1 + (shared and config["use_double_wide_mlp"])
-    tensors: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "self_attn.q_norm": (head,)}
-    tensors |= {"self_attn.q_proj": (heads * head, hidden), "self_attn.o_proj": (hidden, heads * head)}
-    if not shared:
-        tensors |= {"self_attn.k_proj": (kv * head, hidden), "self_attn.k_norm": (head,)}
-        tensors |= {} if tied else {"self_attn.v_proj": (kv * head, hidden)}
-    names = ("post_attention", "pre_feedforward", "post_feedforward")
-    tensors |= {f"{name}_layernorm": (hidden,) for name in names}
-    tensors |= {f"mlp.{name}_proj": (mlp, hidden) for name in ("gate", "up")} | {
-        "mlp.down_proj": (hidden, mlp)
-    }
-    if inputs:
-        tensors |= {"per_layer_input_gate": (inputs, hidden), "per_layer_projection": (hidden, inputs)}
-        tensors |= {"post_per_layer_input_norm": (hidden,)}
-    return tensors
-
-
-def _gemma4_experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a layer has beside its MLP."""
-    count, hidden, width = (config[key] for key in ("num_experts", "hidden_size", "moe_intermediate_size"))
-    norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-    return {f"{name}.weight": (hidden,) for name in norms} | {
-        "router.proj.weight": (count, hidden),
-        "router.scale": (hidden,),
-        "router.per_expert_scale": (count,),
-        "experts.gate_up_proj": (count, 2 * width, hidden),
-        "experts.down_proj": (count, hidden, width),
-    }
-
-
-def _latent_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    keys = "hidden_size", "intermediate_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"
-    hidden, mlp, heads, query_rank, rank = (config[key] for key in keys)
-    still, turned, values = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    tensors: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("input_layernorm", "post_attention_layernorm"), (hidden,)
-    )
-    if query_rank is None:
-        tensors["self_attn.q_proj"] = heads * (still + turned), hidden
-    else:
-        tensors["self_attn.q_a_proj"] = query_rank, hidden
-        tensors["self_attn.q_a_layernorm"] = (query_rank,)
-        tensors["self_attn.q_b_proj"] = heads * (still + turned), query_rank
-    return tensors | {
-        "self_attn.kv_a_proj_with_mqa": (rank + turned, hidden),
-        "self_attn.kv_a_layernorm": (rank,),
-        "self_attn.kv_b_proj": (heads * (still + values), rank),
-        "self_attn.o_proj": (hidden, heads * values),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-    }
-
-
-def _latent_experts(hidden: int, count: int, width: int, shared: int) -> dict[str, tuple[int, ...]]:
-    tensors: dict[str, tuple[int, ...]] = {
-        "mlp.gate.weight": (count, hidden),
-        "mlp.gate.e_score_correction_bias": (count,),
-    }
-    places = {f"experts.{number}": width for number in range(count)} | {"shared_experts": shared}
-    for place, rows in places.items():
-        tensors |= {f"mlp.{place}.{name}_proj.weight": (rows, hidden) for name in ("gate", "up")}
-        tensors[f"mlp.{place}.down_proj.weight"] = hidden, rows
-    return tensors
-
-
-def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, mlp, heads = config["hidden_size"], mlp_width(config), config["num_attention_heads"]
-    head = hidden // heads
-    kv = config["num_key_value_heads"] * head
-    tensors: dict[str, tuple[int, ...]] = {"operator_norm": (hidden,), "ffn_norm": (hidden,)}
-    tensors |= {"feed_forward.w1": (mlp, hidden), "feed_forward.w3": (mlp, hidden)}
-    tensors |= {"feed_forward.w2": (hidden, mlp)}
-    if convolves(config, layer):
-        tensors |= {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
-        return tensors | {"conv.conv": (hidden, 1, config["conv_L_cache"])}
-    tensors |= {"self_attn.q_layernorm": (head,), "self_attn.k_layernorm": (head,)}
-    tensors |= {
-        f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", hidden), ("k", kv), ("v", kv))
-    }
-    return tensors | {"self_attn.out_proj": (hidden, hidden)}
-
-
-def _lfm3_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, mlp, heads, head = (
-        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
-    )
-    names = ("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")
-    tensors: dict[str, tuple[int, ...]] = dict.fromkeys(names, (hidden,))
-    tensors |= {"feed_forward.w1": (mlp, hidden), "feed_forward.w3": (mlp, hidden)}
-    tensors |= {"feed_forward.w2": (hidden, mlp)}
-    if convolves(config, layer):
-        tensors |= {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
-        return tensors | {"conv.conv": (hidden, 1, config["conv_L_cache"])}
-    tensors |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
-    kv = config["num_key_value_heads"] * head
-    rows = {"q": heads * head, "k": kv, "v": kv, "g": heads}
-    tensors |= {f"self_attn.{name}_proj": (count, hidden) for name, count in rows.items()}
-    return tensors | {"self_attn.o_proj": (hidden, heads * head)}
-
-
 _ROUTERS = (
     "mixer.gate.weight",
     "mlp.gate.weight",
@@ -848,11 +644,15 @@ _ROUTERS = (
 )
 
 
-def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
-    """The values of every tensor, float32."""
+_WHOLE = "muse_glimmer_text", "model.norm.weight"  # a norm that is not stored less 1
+
+
+def weights(config: Mapping[str, Any], seed: int = 0, without: tuple[str, ...] = ()) -> Tensors:
+    """The values of every tensor, float32, but of those whose names end with one of ``without``."""
     # These store their norms' weights less 1.
-    less = config["model_type"].startswith(("gemma2", "gemma3_text", "qwen3_5"))
-    tensors = drawn(shapes(config), seed, norm=0 if less else 1)
+    less = config["model_type"].startswith(("gemma2", "gemma3_text", "qwen3_5", "muse"))
+    shaped = {name: shape for name, shape in shapes(config).items() if not name.endswith(without)}
+    tensors = drawn(shaped, seed, norm=0 if less else 1)
     for name in tensors:
         if name.endswith(
             ("linear_attn.norm.weight", "layer_scalar", "norm_1.weight", "norm_2.weight", "scale")
@@ -863,6 +663,10 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
         elif name.endswith("linear_attn.out_proj.weight"):
             # What random keys give is small, and its normalization makes what rounding did as large.
             tensors[name] /= 8
+        elif name.endswith("act_fn.beta") or (config["model_type"], name) == _WHOLE:
+            tensors[name] += 1
+        elif name.endswith("act_fn.eps"):
+            tensors[name][()] = -1e-6
         elif name.endswith(("_blocks", "_scales")):
             raw = np.random.PCG64(len(tensors[name].shape)).random_raw(tensors[name].size)
             few = np.asarray(raw, np.uint64).reshape(tensors[name].shape) >> np.uint64(40)
@@ -870,7 +674,14 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
             tensors[name] = codes.astype(np.uint8)
         elif name.endswith(_ROUTERS):
             # Choices hang on no rounding, but where the weights of the chosen have to be normalized.
-            scales = {"lfm2_moe": 2, "qwen3_moe": 3, "exaone_moe": 3, "glm4_moe_lite": 8, "nemotron_h": 8}
+            scales = {
+                "lfm2_moe": 2,
+                "qwen3_moe": 3,
+                "exaone_moe": 3,
+                "glm4_moe_lite": 8,
+                "nemotron_h": 8,
+                "laguna": 12,
+            }
             tensors[name] *= scales.get(config["model_type"], 4)
         elif name.endswith("router.proj.weight"):
             tensors[name] *= 32
@@ -887,7 +698,7 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, norm: int = 1) -> Te
         if name.endswith("norm.weight"):
             values = sevenths / 2 + norm
         else:
-            values = sevenths * (0.5 if len(shape) == 1 else 2.0 ** -np.round(np.log2(shape[-1]) / 2 - 0.5))
+            values = sevenths * (0.5 if len(shape) < 2 else 2.0 ** -np.round(np.log2(shape[-1]) / 2 - 0.5))
         tensors[name] = values.reshape(shape).astype(np.float32)
     return tensors
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -223,6 +223,18 @@ def gated(name: str, gate: Estimate, up: Estimate) -> Estimate:
     return Estimate(active * up.value, total + 1e-6 * np.abs(active * up.value))
 
 
+BEND: Final = {"above": 0.9, "below": 0.7, "slope": 0.4}
+"""The numbers of an xIELU."""
+
+
+def bent(x: Estimate) -> Estimate:
+    """xIELU with these numbers, which is nowhere steeper than at x, and at 0, by its slope."""
+    low = np.expm1(np.minimum(x.value, 0)) - x.value
+    value = np.where(x.value > 0, BEND["above"] * x.value**2, BEND["below"] * low) + BEND["slope"] * x.value
+    steep = 2 * BEND["above"] * (np.abs(x.value) + x.error) + BEND["below"] + BEND["slope"]
+    return Estimate(value, steep * x.error + 1e-6 * (1 + np.abs(x.value) + np.abs(value)))
+
+
 def plus(one: Estimate, other: F32) -> Estimate:
     value = one.value + other
     return Estimate(value, one.error + 2e-7 * (np.abs(one.value) + np.abs(other)))
@@ -242,7 +254,7 @@ class Linear:
 
     parts: tuple[tuple[str, U8], ...]
     inputs: int  # width of what it is given
-    gate: str = ""  # ``silu``, ``gelu`` or none
+    gate: str = ""  # ``silu``, ``gelu``, ``xielu`` or none
     gain: F32 | None = None  # ``(inputs,)``
     bias: F32 | None = None  # ``(columns,)`` of all parts
     post_gain: F32 | None = None  # ``(width,)``
@@ -251,7 +263,12 @@ class Linear:
     @property
     def width(self) -> int:
         columns = sum(len(raw) for _, raw in self.parts)
-        return columns // 2 if self.gate else columns
+        return columns // 2 if self.paired else columns
+
+    @property
+    def paired(self) -> bool:
+        """Whether half the columns are factors of the other half."""
+        return self.gate in ("silu", "gelu")
 
     def feeds(self, x: F32) -> dict[str, npt.NDArray[Any]]:
         named = {"gain": self.gain, "bias": self.bias, "post_gain": self.post_gain, "residual": self.residual}
@@ -260,6 +277,7 @@ class Linear:
     def graph(self, x: F32) -> bytes:
         weights = {f"w{index}": pack(name, raw) for index, (name, raw) in enumerate(self.parts)}
         attributes: dict[str, Any] = {"inputs": self.inputs, "epsilon": EPSILON, "gate": self.gate}
+        attributes |= BEND if self.gate == "xielu" else {}
         attributes |= {"parts": ",".join(f"{name}:{len(raw)}" for name, raw in self.parts)}
         return graph("Linear", {"y": TensorProto.FLOAT}, self.feeds(x), weights, attributes)
 
@@ -268,7 +286,9 @@ class Linear:
         blocks = [unpack(GGMLType[name], raw) for name, raw in self.parts]
         y = product(x if self.gain is None else normed(x, self.gain), blocks)  # type: ignore[arg-type]
         y = y if self.bias is None else plus(y, self.bias)
-        if self.gate:
+        if self.gate == "xielu":
+            y = bent(y)
+        if self.paired:
             y = gated(self.gate, y.part(slice(self.width)), y.part(slice(self.width, None)))
         y = y if self.post_gain is None else post_normed(y, self.post_gain)
         return y if self.residual is None else plus(y, self.residual)

@@ -4,21 +4,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgespec
 from edgespec import LoadOptions
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.downloads.catalog import hub_names
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families import HEADS, MODELS, named, read_config
 from edgespec_models.files.facts import Facts
+from edgespec_runtimes.cpu import open_cpu
 from tests.kit.drafters import draft_eagerly
 from tests.kit.gguf_cases import converted, gguf_of
-from tests.kit.hf import config_of, weights
+from tests.kit.hf import TOKENS, config_of, weights, write_with_tokenizer
 from tests.kit.native import tiny_native
 
 CASES = ("gemma2", "gemma4", "gemma4_tied", "gemma4_moe", "gpt_oss", "qwen35", "qwen35_moe", "lfm3")
@@ -152,6 +155,10 @@ REFUSED = {
     "qwen35": r"layers\.0 of this qwen35 model is delta_net",
     "lfm3": r"layers\.0 of this lfm3 model is short_conv",
     "glm4_moe_lite": r"layers\.0 of this glm4_moe_lite model is head_linear",
+    "hunyuan": r"layers\.0 of this hunyuan model is attention with norms_behind_rotation",
+    "apertus": r"layers\.0 of this apertus model is gated with xielu",
+    "laguna": r"layers\.0 of this laguna model is head_gate",
+    "nanbeige": "this nanbeige model has normalized, which",
 }
 
 
@@ -298,12 +305,12 @@ def test_what_no_family_has_is_named(tmp_path: Path) -> None:
     config = {
         **config_of("qwen3"),
         "model_type": "later",
-        "num_loops": 2,
+        "num_turns": 2,
         "use_loops": False,
         "hidden_act": "xielu",
     }
     with pytest.raises(
-        UnsupportedModelError, match=r"'later'\. .* keys hidden_act 'xielu', num_loops\. edgespec exports"
+        UnsupportedModelError, match=r"'later'\. .* keys hidden_act 'xielu', num_turns\. edgespec exports"
     ):
         read_config(Facts(config, "config.json"))
 
@@ -341,3 +348,60 @@ def test_a_dense_granite_may_bear_the_name_of_those_with_experts(
         open_checkpoint(gguf_of("granite").write(tmp_path / "n.gguf")) as plain,
     ):
         assert file.config == plain.config and file.tensors.keys() == plain.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "words"),
+    [
+        ("apertus", {"hidden_act": "silu"}, "hidden_act is 'silu'; apertus is supported with 'xielu'"),
+        ("laguna", {"gating": "per-element"}, "gating is 'per-element'; allowed: 'per-head'"),
+        ("laguna", {"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping is 30.0"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 6, 5]}, r"layer_heads are \(4, 6, 5\)"),
+        ("laguna", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types is"),
+        ("nanbeige", {"loop_share_kv": True}, "loop_share_kv is True; nanbeige is supported with False"),
+        ("nanbeige", {"num_loops": 0}, "says 0 layers in all runs"),
+        ("muse_glimmer", {"layer_rope_theta": [0, 1.0, 2.0, 1.0, 0]}, "allowed: one base, and 0"),
+        ("muse_glimmer", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+    ],
+)
+def test_variants_that_no_published_model_has_are_refused(
+    case: str, changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        read_config(Facts({**config_of(case), **changed}, "config.json"))
+
+
+def test_a_base_of_hunyuan_is_stretched_by_alpha_alone() -> None:
+    config = config_of("hunyuan")
+    stretched = 1e4 * 50 ** (32 / 30)
+    for scaling, theta in (({"type": "dynamic", "factor": 1.0}, 1e4), (config["rope_scaling"], stretched)):
+        rope = read_config(Facts({**config, "rope_scaling": scaling}, "config.json")).rope
+        assert rope.theta == pytest.approx(theta) and not rope.factors
+
+
+def test_runs_of_nanbeiges_layers_share_weights_and_not_keys(tmp_path: Path) -> None:
+    """Without norms between the runs it is a Llama that has each layer as often, on other backends too."""
+    config = {**config_of("nanbeige"), "skip_loop_final_norm": True, "num_loops": 3}
+    tensors, layers = weights(config), config["num_hidden_layers"]
+    more = {
+        name.replace(f"layers.{layer}.", f"layers.{layer + run * layers}."): values
+        for name, values in tensors.items()
+        for layer in range(layers)
+        for run in range(3)
+    }
+    plain = {**config, "model_type": "llama", "num_hidden_layers": 3 * layers}
+    rows = []
+    for facts, stored in ((config, tensors), (plain, more)):
+        source = write_with_tokenizer(tmp_path / facts["model_type"], facts, stored)
+        for name, options in (("native", ExportOptions()), ("portable", ExportOptions(weights="portable"))):
+            out = tmp_path / f"{facts['model_type']}-{name}"
+            export_model(source, out, options=options)
+            made = Bundle(out)
+            session = open_cpu(made)
+            rows.append((session.predict(TOKENS).logits.copy(), made.manifest))
+            session.close()
+    (own, once), (portable, _), (llama, thrice), (other, _) = rows
+    np.testing.assert_array_equal(own, llama)
+    np.testing.assert_allclose(portable, other, atol=1e-5)
+    assert once.bytes_by_class["mlp"] * 3 == thrice.bytes_by_class["mlp"]
+    assert once.bytes_per_pass == thrice.bytes_per_pass and once.kept == thrice.kept

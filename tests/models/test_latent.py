@@ -198,7 +198,7 @@ def test_matrices_of_heads_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ({"rope_interleave": False}, "rope_interleave is False"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types is"),
-        ({"mlp_layer_types": ["dense", "sparse"]}, "3 layers have a type each"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "3 in all"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "'yarn'"),
         ({"kv_lora_rank": 40}, "kv_lora_rank is 40"),
         ({"v_head_dim": 0}, "v_head_dim 0"),

@@ -77,11 +77,7 @@ def narrowed(facts: Mapping[str, Any]) -> dict[str, Any]:
 def test_models_run(tmp_path: Path, name: str) -> None:
     stored = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     config = narrowed(stored["config"])
-    text = {
-        "intermediate_size": 0,
-        **config.get("text_config", config),
-        "tie_word_embeddings": stored["tied"],
-    }
+    text = {**config.get("text_config", config), "tie_word_embeddings": stored["tied"]}
     tensors = {
         tensor.replace("model.", stored.get("names", "model."), 1): values
         for tensor, values in weights(text).items()

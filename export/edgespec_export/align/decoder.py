@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Text
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.decoders.operations import UNUSUAL, Activation, Attention, Backend, Rope, Rows
+from edgespec_models.decoders.operations import UNUSUAL, XIELU, Activation, Attention, Backend, Rope, Rows
 from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import fields
 from edgespec_models.files.tensors import FLOATS
@@ -153,7 +153,7 @@ class TorchDecoder(Backend):
     def norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self._weights[self.name(name)], self.config.norm_epsilon)
 
-    def post_norm(self, y: Tensor, name: str) -> Tensor:
+    def post_norm(self, y: Tensor, name: str, epsilon: float | None = None) -> Tensor:
         return self.norm(y, name)
 
     def add(self, x: Tensor, y: Tensor, name: str = "") -> Tensor:
@@ -199,7 +199,7 @@ class TorchDecoder(Backend):
         return y + F.linear(x.unflatten(-1, (more.shape[1], -1)).sum(-1), more)
 
     def gated(
-        self, x: Tensor, name: str, names: tuple[str, ...], rows: int, activation: Activation
+        self, x: Tensor, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
     ) -> Tensor:
         gate, up = self.linear(x, name, dict.fromkeys(names, rows))
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up

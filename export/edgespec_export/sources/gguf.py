@@ -144,12 +144,12 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
         self._file.close()
 
     def facts(self, architecture: str) -> dict[str, object]:
-        """The metadata of an ``architecture``, without its prefix; arrays become lists."""
+        """The metadata of an ``architecture``, without its prefix, and of xIELU; arrays become lists."""
         prefix = f"{architecture}."
         return {
             key.removeprefix(prefix): value.tolist() if isinstance(value, np.ndarray) else value
             for key, value in self.metadata.items()
-            if key.startswith(prefix)
+            if key.startswith((prefix, "xielu."))
         }
 
     def _parse(self, cursor: _Cursor) -> None:

@@ -45,8 +45,8 @@ _TEXT_PREFIXES = {
 }
 """Prefixes of the text model's tensors in multimodal models, and its prefixes alone."""
 _VISION_TENSORS = re.compile(
-    r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector|visual)"
-    r"\..*"
+    r"(model\.)?(vision_(tower|embedder|adapter|projection)|audio_tower|embed_vision|embed_audio|visual"
+    r"|multi_modal_projector)\..*"
 )
 _MTP = re.compile(r"(model\.)?mtp\..*")
 COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
@@ -75,7 +75,7 @@ class HFCheckpoint(Checkpoint):
         self.sampling = Sampling.advised(tokenizer.generation)
         self.stack = ExitStack()
         with self.stack as opened:
-            self.tensors = self._name(self.stored())
+            self.config, self.tensors = self.family.from_hub(self.config, self._name(self.stored()))
             self.split_stacked()
             self.check_shapes()
             self.stack = opened.pop_all()
@@ -86,8 +86,8 @@ class HFCheckpoint(Checkpoint):
         values, kind = super().values(name, start, stop), name.rpartition(".")[2]
         if kind in ("delta_a", "mamba_a"):
             return -np.exp(values, dtype=np.float64).astype(np.float32)  # float32's bits differ by processor
-        less = self.family.less_one and kind != "delta_norm"
-        return values + np.float32(1) if less and kind.endswith("norm") else values
+        less = self.family.less_one and re.search(f"{self.family.less_one}$", kind)
+        return values + np.float32(1) if less else values
 
     def embedding(self) -> Embedding | None:
         """By the files of sentence-transformers; None if more than a normalization follows."""
@@ -159,7 +159,7 @@ class HFCheckpoint(Checkpoint):
             if self.family.mtp and (_MTP.fullmatch(name) or inner.startswith(place)):
                 has_mtp = True
             elif own is not None:
-                named[own] = scaled[name] if name in scaled else files[name].tensor(name)
+                named[own] = scaled[name] if name in scaled else files[name].tensor(name, scalars=True)
             elif _VISION_TENSORS.fullmatch(name):
                 self._eyes = True
                 if self._tower is not None:

@@ -8,7 +8,7 @@ medium. Names are those of tensors, without the layer's prefix: within :meth:`Ba
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,23 @@ Activation = Literal["silu", "gelu_tanh", "relu2"]
 UNUSUAL: Final = frozenset(
     {f"attention.{fact}" for fact in ("normed_values", "cap", "sinks", "gates", "growth", "known_rows")}
     | {f"attention.{fact}" for fact in ("keys_of_another_layer", "values_from_keys", "unturned_pairs")}
-    | {"gated.squares", "logits.cap"}
+    | {f"attention.{fact}" for fact in ("norms_behind_rotation", "tensors_of_another_layer")}
+    | {"gated.squares", "gated.xielu", "logits.cap", "post_norm.epsilon"}
 )
 """Facts of operations that few families have, for backends that compute none of these."""
+
+
+class XIELU(NamedTuple):
+    """``above x^2 + slope x`` where x is positive, else ``below (e^x - 1 - x) + slope x``.
+
+    Source: Huang and Schlag 2024, arXiv 2411.13010.
+    """
+
+    above: float
+    below: float
+    slope: float
+
+
 Rows = int | Mapping[str, int]
 """Of the matrix that a product is called after, or of several, by their names."""
 
@@ -236,6 +250,7 @@ class Attention:
         window: tokens that a token sees, itself included; None for all before it.
         norms: RMSNorm on queries and keys before they are rotated: on each head, or on all heads of a token
             at once, whose products then stand alone.
+        normed_last: each head is normalized behind its rotation instead.
         normed_values: RMSNorm without a gain on each head of values.
         cap: scores become ``cap * tanh(score / cap)``; None where they stay as they are.
         sinks: each head has a score besides the tokens' scores, and its share is lost (Xiao et al. 2024,
@@ -258,6 +273,7 @@ class Attention:
     rope: Rope | None = None
     window: int | None = None
     norms: Literal["", "head", "wide"] = ""
+    normed_last: bool = False
     normed_values: bool = False
     cap: float | None = None
     sinks: bool = False
@@ -308,6 +324,10 @@ class Backend:
         """The stream behind a layer that the stream ``x`` enters; a backend may compute it again later."""
         return layer(x)
 
+    def again(self, index: int) -> None:
+        """Name the tensors of layer ``index`` within another layer, which computes the same."""
+        self.prefix = f"layers.{index}."
+
     def embed(self, rows: int, width: int, scale: float = 1.0) -> Any:
         """The rows of the pass's tokens in the table ``embed``, times ``scale``: the residual stream."""
         raise NotImplementedError
@@ -316,8 +336,8 @@ class Backend:
         """RMSNorm of the stream, for products to read."""
         raise NotImplementedError
 
-    def post_norm(self, y: Any, name: str) -> Any:
-        """RMSNorm of the output of a sublayer."""
+    def post_norm(self, y: Any, name: str, epsilon: float | None = None) -> Any:
+        """RMSNorm of the output of a sublayer, perhaps with an ``epsilon`` of its own."""
         raise NotImplementedError
 
     def linear(self, x: Any, name: str, rows: Rows, *, biases: bool | None = False, part: str = "") -> Any:
@@ -328,10 +348,12 @@ class Backend:
         """
         raise NotImplementedError
 
-    def gated(self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> Any:
+    def gated(
+        self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
+    ) -> Any:
         """``activation(gate(x)) * up(x)``; ``names`` are the two matrices of the product ``name``.
 
-        With ``relu2`` there is one matrix: ``activation(up(x))``.
+        With ``relu2`` and xIELU there is one matrix: ``activation(up(x))``.
         """
         raise NotImplementedError
 
@@ -360,8 +382,11 @@ class Backend:
         """
         raise NotImplementedError
 
-    def head_gate(self, y: Any, gates: Any) -> Any:
-        """The outputs of heads, side by side, times the sigmoids of ``gates``, one for each head (LFM3)."""
+    def head_gate(self, y: Any, gates: Any, *, softplus: bool = False) -> Any:
+        """The outputs of heads, side by side, times the sigmoids or softplus of ``gates``.
+
+        There is one for each head, or for each output.
+        """
         raise NotImplementedError
 
     def short_conv(self, x: Any, channels: int, taps: int) -> Any:
@@ -418,7 +443,7 @@ class Backend:
         raise NotImplementedError
 
     def normalized(self, x: Any, name: str) -> Any:
-        """RMSNorm as a value, which several operations read."""
+        """RMSNorm as a value, which several operations read; without a gain if ``name`` is empty."""
         raise NotImplementedError
 
     def joined(self, first: Any, second: Any) -> Any:

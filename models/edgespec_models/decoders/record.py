@@ -19,6 +19,7 @@ from edgespec_models.decoders.kept import (
     latent_keys,
 )
 from edgespec_models.decoders.operations import (
+    XIELU,
     Activation,
     Attention,
     Backend,
@@ -78,8 +79,8 @@ class Record:
         routed: layers with experts.
         kept: tensors that a sequence keeps; keys and values have some float type.
         read: tensors of its target's sequences that an assistant reads.
-        shares: of products of which a row of a pass reads a part, by the part of the decoder in a manifest's
-            classes: ``experts``, ``lm_head``.
+        shares: how much of its products a row of a pass reads, by the part of the decoder in a manifest's
+            classes, if not all once: ``experts``, ``lm_head``, ``attention``, ``mlp``.
         late: the layer from which only rows whose logits are wanted are computed; None if all compute all.
         uses: operations and facts that not every backend has, and the layer where each comes first, if any.
     """
@@ -152,7 +153,7 @@ class _Recording(Backend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.record, self.index = Record(), 0
+        self.record, self.index, self.stored = Record(), 0, 0
         self.late: int | None = None
 
     def use(self, operation: str, **facts: object) -> None:
@@ -191,6 +192,12 @@ class _Recording(Backend):
         with super().layer(index, x) as stream:
             yield stream
 
+    def again(self, index: int) -> None:
+        super().again(index)
+        self.stored = max(self.stored, index + 1)
+        runs = (self.index + 1) / self.stored
+        self.record.shares.update(attention=runs, mlp=runs)
+
     def embed(self, rows: int, width: int, scale: float = 1.0) -> int:
         self.tensor("embed", rows, width)
         return width
@@ -199,7 +206,8 @@ class _Recording(Backend):
         self.gain(name, x)
         return x
 
-    def post_norm(self, y: int, name: str) -> int:
+    def post_norm(self, y: int, name: str, epsilon: float | None = None) -> int:
+        self.use("post_norm", epsilon=epsilon is not None)
         return self.norm(y, name)
 
     def linear(self, x: int, name: str, rows: Rows, *, biases: bool | None = False, part: str = "") -> int:
@@ -211,8 +219,10 @@ class _Recording(Backend):
                 into[self.name(f"{matrix}_bias")] = (count,)
         return sum(stacked.values())
 
-    def gated(self, x: int, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> int:
-        self.use("gated", squares=activation == "relu2")
+    def gated(
+        self, x: int, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
+    ) -> int:
+        self.use("gated", squares=activation == "relu2", xielu=isinstance(activation, XIELU))
         self.linear(x, name, dict.fromkeys(names, rows), part="mlp")
         return rows
 
@@ -239,6 +249,8 @@ class _Recording(Backend):
             keys_of_another_layer=facts.projections == "q",
             values_from_keys=facts.projections == "qk",
             known_rows=known is not None,
+            norms_behind_rotation=facts.normed_last,
+            tensors_of_another_layer=self.prefix != f"layers.{self.index}.",
         )
         if facts.rope is not None:
             made.ropes.setdefault(facts.rope.name, facts.rope)
@@ -265,7 +277,7 @@ class _Recording(Backend):
         self.product(name, {name: (heads * rows, inputs)}, "attention")
         return x + heads * (rows - inputs)
 
-    def head_gate(self, y: int, gates: int) -> int:
+    def head_gate(self, y: int, gates: int, *, softplus: bool = False) -> int:
         self.use("head_gate")
         return y
 
@@ -360,7 +372,9 @@ class _Recording(Backend):
     def states(self, width: int) -> int:
         return width
 
-    normalized = norm
+    def normalized(self, x: int, name: str) -> int:
+        self.use("normalized")
+        return self.norm(x, name) if name else x
 
     def joined(self, first: int, second: int) -> int:
         return first

@@ -203,12 +203,24 @@ def attend(b: Backend, facts: Attention, h: Any, outputs: int, known: Any = None
     return b.linear(b.attention(qkv, facts, known), "o", outputs, biases=facts.sinks, part="attention")
 
 
-def with_post_norms(f: Transformer, b: Backend, index: int, x: Any) -> Any:
-    """The stream behind a layer whose sublayers have norms before and behind them."""
+def attend_gated(
+    b: Backend, facts: Attention, h: Any, outputs: int, gates: int, *, softplus: bool = False
+) -> Any:
+    """The output of attention whose heads' outputs are multiplied by functions of so many ``gates``."""
+    y = b.attention(b.linear(h, "qkv", facts.products, part="attention"), facts)
+    y = b.head_gate(y, b.linear(h, "head_gate", gates, part="attention"), softplus=softplus)
+    return b.linear(y, "o", outputs, part="attention")
+
+
+def with_post_norms(f: Transformer, b: Backend, index: int, x: Any, epsilon: float | None = None) -> Any:
+    """The stream behind a layer whose sublayers have norms before and behind them.
+
+    ``epsilon`` is of the latter; None for the model's.
+    """
     y = f.mixed(b, index, b.norm(x, "attn_norm"))
-    x = b.add(x, b.post_norm(y, "post_attn_norm"), "middle")
+    x = b.add(x, b.post_norm(y, "post_attn_norm", epsilon), "middle")
     y = f.mlp(b, index, b.norm(x, "mlp_norm"))
-    return b.add(x, b.post_norm(y, "post_mlp_norm"), "residual")
+    return b.add(x, b.post_norm(y, "post_mlp_norm", epsilon), "residual")
 
 
 def with_post_norms_alone(f: Transformer, b: Backend, index: int, x: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from edgespec_models.decoders.transformer import Transformer
+from edgespec_models.families.apertus import APERTUS
 from edgespec_models.families.dflash import DFLASH, DFLASH2
 from edgespec_models.families.eagle3 import EAGLE3
 from edgespec_models.families.ernie45 import ERNIE45, ERNIE45_MOE
@@ -25,12 +26,16 @@ from edgespec_models.families.glm4_moe_lite import MTP_LAYER as LATENT_MTP
 from edgespec_models.families.gpt_oss import GPT_OSS
 from edgespec_models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
+from edgespec_models.families.hunyuan import HUNYUAN
 from edgespec_models.families.lacking import unknown
+from edgespec_models.families.laguna import LAGUNA
 from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
 from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
+from edgespec_models.families.muse_glimmer import MUSE_GLIMMER
 from edgespec_models.families.names import KEYS
+from edgespec_models.families.nanbeige import NANBEIGE
 from edgespec_models.families.nemotron import MTP_LAYER as NEMOTRON_MTP
 from edgespec_models.families.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from edgespec_models.families.olmo2 import OLMO2, OLMO3
@@ -51,6 +56,7 @@ MODELS: Final = (
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
     *(SEED_OSS, ERNIE45, ERNIE45_MOE, GLM4, GLM4_MOE_LITE, EXAONE_MOE, NEMOTRON_H, NEMOTRON_H_MOE),
+    *(HUNYUAN, APERTUS, LAGUNA, NANBEIGE, MUSE_GLIMMER),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""

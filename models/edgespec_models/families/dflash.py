@@ -106,6 +106,8 @@ def _usual(facts: Facts) -> Facts:
     trained = usual.value("aux_hidden_state_layer_ids") or usual.value("transformer_layer_config")
     anchored = "dspark" in _classes(usual) and trained is None
     changed = usual.changed({"model_type": "qwen3", "is_causal": None, "sees_behind": not causal})
+    if usual.value("model_type") in DFLASH.hub:  # Muse Glimmer's assistant, whose layer types need no switch
+        changed = changed.over({"use_sliding_window": True, "rope_theta": 5e5})
     # Directories scale embeddings as the target does, where they state nothing; GGUF files do not scale them.
     return changed.over({"sample_from_anchor": anchored, "input_embedding_scale": "target"})
 
@@ -152,6 +154,7 @@ def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Tr
         names = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
         names["candidates"] = "selector_top_k"
         fields |= {name: facts.integer(key) for name, key in names.items()}
+    facts = facts.over({"vocab_size": config.vocab_size})
     made = trunk(facts, family, block=_block(facts, shapes), **fields)
     neighbours = not facts.boolean("rope_is_neox_style", default=True)
     return replace(made, rope=replace(made.rope, interleaved=neighbours))
@@ -174,6 +177,7 @@ def _block(facts: Facts, shapes: Shapes) -> Block:
 
 DFLASH = Family(
     name="dflash",
+    hub=("muse_glimmer_assistant",),
     gguf="dflash",
     kind="head",
     classes=("dflash", "dspark"),
@@ -183,8 +187,8 @@ DFLASH = Family(
         **OUTER,
         "embed": ("embed_tokens.weight", "token_embd.weight"),
         "final_norm": ("norm.weight", "output_norm.weight"),
-        "fuse": ("fc.weight", "fc.weight"),
-        "fuse_norm": ("hidden_norm.weight", "enc.output_norm.weight"),
+        "fuse": ("fc.weight encoder.fc.weight", "fc.weight"),
+        "fuse_norm": ("hidden_norm.weight encoder.output_norm_enc.weight", "enc.output_norm.weight"),
         "chain_in": (
             "markov_head.markov_w1.weight candidate_selector.predecessor_codebook",
             "markov_w1.weight selector_predecessor.weight",

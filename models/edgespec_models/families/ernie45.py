@@ -3,7 +3,7 @@
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
-from edgespec_models.families.names import EXPERTS, LAYER
+from edgespec_models.families.names import EXPERTS, LAYER, SHARED_EXPERT
 from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.windows import layer_count
 from edgespec_models.files.facts import Facts
@@ -61,11 +61,8 @@ ERNIE45_MOE = ERNIE45._replace(
     layer={
         **LAYER,
         **EXPERTS,
+        **SHARED_EXPERT,
         "selection_bias": ("mlp.moe_statics.e_score_correction_bias", "exp_probs_b.bias"),
-        **{
-            f"shared_{part}": (f"mlp.shared_experts.{part}_proj.weight", f"ffn_{part}_shexp.weight")
-            for part in ("gate", "up", "down")
-        },
     },
     usual=_usual,
 )

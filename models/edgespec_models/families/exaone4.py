@@ -6,9 +6,9 @@ EXAONE 4 has norms behind sublayers alone; models with experts have them before 
 from dataclasses import dataclass
 
 from edgespec_models.decoders.transformer import Transformer, with_post_norms_alone
-from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.families.experts import dense_layers
 from edgespec_models.families.family import Family
-from edgespec_models.families.names import EXPERTS, LAYER, POST_NORMS
+from edgespec_models.families.names import EXPERTS, LAYER, POST_NORMS, SHARED_EXPERT
 from edgespec_models.families.qwen3 import Qwen3
 from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import (
@@ -46,14 +46,7 @@ def _sliding_layers(facts: Facts, family: Family) -> list[bool]:
 
 
 def _usual(facts: Facts) -> Facts:
-    dense, kinds = facts.integer("first_k_dense_replace", 1), facts.value("mlp_layer_types")
-    if isinstance(kinds, list):
-        dense = kinds.count("dense")
-        if kinds != ["dense"] * dense + ["sparse"] * (layer_count(facts) - dense):
-            raise UnsupportedModelError(
-                f"{facts.where}: mlp_layer_types is {kinds!r:.80}; allowed: 'dense' in the first layers, "
-                f"'sparse' in the others, {layer_count(facts)} in all"
-            )
+    dense = dense_layers(facts, facts.integer("first_k_dense_replace", 1))
     shared = facts.integer("num_shared_experts", 1) * facts.integer("moe_intermediate_size", 1024)
     return facts.changed({"num_dense_layers": dense, "shared_expert_intermediate_size": shared})
 
@@ -86,13 +79,7 @@ EXAONE_MOE = EXAONE4._replace(
     layer={
         **LAYER,
         **EXPERTS,
-        "selection_bias": (
-            "mlp.gate.e_score_correction_bias mlp.e_score_correction_bias",
-            "exp_probs_b.bias",
-        ),
-        "shared_gate": ("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
-        "shared_up": ("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
-        "shared_down": ("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
+        **SHARED_EXPERT,
     },
     usual=_usual,
 )

@@ -6,6 +6,7 @@ from typing import Any, Final
 from edgespec_models.decoders.operations import Experts
 from edgespec_models.errors import UnsupportedModelError, naming
 from edgespec_models.families.family import Family
+from edgespec_models.families.windows import layer_count
 from edgespec_models.files.facts import Facts
 
 _GATINGS: Final[Mapping[int, dict[str, Any]]] = {
@@ -18,6 +19,23 @@ _GATINGS: Final[Mapping[int, dict[str, Any]]] = {
 _CLAMPED: Final = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 COUNTS: Final = ("expert_count", "num_experts", "num_local_experts")
 """Keys for the number of experts, of any family."""
+
+
+def dense_layers(facts: Facts, otherwise: int) -> int:
+    """The number of first layers with an MLP, by ``mlp_layer_types``; ``otherwise`` without these.
+
+    UnsupportedModelError where a layer behind them has one.
+    """
+    kinds, layers = facts.value("mlp_layer_types"), layer_count(facts)
+    if not isinstance(kinds, list):
+        return otherwise
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise UnsupportedModelError(
+            f"{facts.where}: mlp_layer_types is {kinds!r:.80}; allowed: 'dense' in the first layers, "
+            f"'sparse' in the others, {layers} in all"
+        )
+    return dense
 
 
 def experts_of(facts: Facts, family: Family) -> dict[str, Any]:

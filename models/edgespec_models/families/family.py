@@ -7,7 +7,9 @@ from typing import Any, Final, Literal, NamedTuple
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.names import LAYER, OUTER, Names
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.tensors import Tensor
 
+Tensors = Mapping[str, Tensor]
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -17,6 +19,10 @@ def _as_stated(facts: Facts) -> Facts:
 
 def _unchanged(keys: Facts, tensors: Collection[str]) -> Mapping[str, object]:
     return _NOTHING
+
+
+def _both(config: Transformer, tensors: Tensors) -> tuple[Transformer, Tensors]:
+    return config, tensors
 
 
 class Family(NamedTuple):
@@ -44,7 +50,7 @@ class Family(NamedTuple):
         local_theta: default base of the rotary embedding in windowed layers, which is never scaled; 0 for the
             base of the other layers, None if all layers rotate alike.
         grows: whether token embeddings are multiplied by the root of their width.
-        less_one: whether directories store the weights of norms less 1.
+        less_one: a pattern in the ends of names of norms whose weights directories store less 1.
         experts: fields of :class:`Experts` that no file states; None where layers have none. With
             ``beside_mlp`` some models have none.
         dense: the family of its models without experts, if there are some.
@@ -60,6 +66,7 @@ class Family(NamedTuple):
         keeps_rows: whether the rows of a head's LM head were chosen when it was trained.
         usual: from the facts of a ``config.json`` to the same facts under the usual keys.
         from_gguf: from a GGUF file's keys and its tensors' names to keys that change.
+        from_hub: from the config and a directory's tensors to both, for tensors that hold facts, or lack.
         read: from the usual facts to the config; None for
             :func:`~edgespec_models.families.reading.trunk`. Families with a target also take ``shapes``, the
             shapes of their tensors, and ``target``.
@@ -83,7 +90,7 @@ class Family(NamedTuple):
     pattern: int = 0
     local_theta: float | None = None
     grows: bool = False
-    less_one: bool = False
+    less_one: str = ""
     experts: Mapping[str, Any] | None = None
     dense: "Family | None" = None
     alternating: bool = False
@@ -97,4 +104,5 @@ class Family(NamedTuple):
     keeps_rows: bool = False
     usual: Callable[[Facts], Facts] = _as_stated
     from_gguf: Callable[[Facts, Collection[str]], Mapping[str, object]] = _unchanged
+    from_hub: Callable[[Transformer, Tensors], tuple[Transformer, Tensors]] = _both
     read: Callable[..., Transformer] | None = None

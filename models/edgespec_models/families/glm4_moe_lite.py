@@ -14,9 +14,10 @@ from edgespec_models.decoders.config import Count
 from edgespec_models.decoders.operations import Attention, Backend
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
+from edgespec_models.families.experts import dense_layers
 from edgespec_models.families.family import Family
 from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
-from edgespec_models.families.names import EXPERTS, LAYER
+from edgespec_models.families.names import EXPERTS, LAYER, SHARED_EXPERT
 from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.rope import kind_of, scaling_of
 from edgespec_models.files.facts import Facts
@@ -71,13 +72,7 @@ class LatentMTP(MTPLayer, Latent):
 
 def _usual(facts: Facts) -> Facts:
     width, shared = facts.integer("moe_intermediate_size", 1536), facts.integer("n_shared_experts", 1)
-    layers, kinds = facts.integer("num_hidden_layers", 47), facts.value("mlp_layer_types")
-    dense = kinds.count("dense") if isinstance(kinds, list) else facts.integer("first_k_dense_replace", 1)
-    if isinstance(kinds, list) and kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise UnsupportedModelError(
-            f"{facts.where}: mlp_layer_types is {kinds!r:.80}; layers without experts are supported at a "
-            f"model's beginning only, and {layers} layers have a type each"
-        )
+    dense = dense_layers(facts, facts.integer("first_k_dense_replace", 1))
     expect(facts, GLM4_MOE_LITE, "rope_interleave", value=True)
     expect(facts, GLM4_MOE_LITE, "attention_bias", value=False)
     experts = facts.integer("n_routed_experts", facts.integer("num_local_experts", 64))
@@ -173,6 +168,7 @@ GLM4_MOE_LITE = Family(
     layer={
         **LAYER,
         **EXPERTS,
+        **SHARED_EXPERT,
         "q_a": ("self_attn.q_a_proj.weight", "attn_q_a.weight"),
         "q_norm": ("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight"),
         "q_b": ("self_attn.q_b_proj.weight", "attn_q_b.weight"),
@@ -181,10 +177,6 @@ GLM4_MOE_LITE = Family(
         "kv_b": ("self_attn.kv_b_proj.weight", "attn_kv_b.weight"),
         "k_b": ("", "attn_k_b.weight"),
         "v_b": ("", "attn_v_b.weight"),
-        "selection_bias": ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
-        "shared_gate": ("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
-        "shared_up": ("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
-        "shared_down": ("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
     },
     mtp={
         "both": ("eh_proj.weight", "nextn.eh_proj.weight"),

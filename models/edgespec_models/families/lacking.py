@@ -21,11 +21,6 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
     "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),
     "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi")),
-    "Qwen3 of its size": ("norms behind the rotation", ("hunyuan-dense", "hunyuan_v1_dense")),
-    "Ministral 3 of its size": ("the activation xIELU", ("apertus",)),
-    "Qwen3-30B-A3B or Qwen3.6-35B-A3B": ("softplus gates, and heads that differ by layer", ("laguna",)),
-    "SmolLM3-3B": ("layers that run twice", ("nanbeige",)),
-    "Qwen3.6-27B": ("normalized embeddings", ("muse-glimmer", "muse_glimmer", "muse_glimmer_text")),
     "a Llama of its size": ("parallel sublayers", ("command-r", "cohere", "cohere2", "falcon")),
 }
 """By a model that works: the lacking features of similar models, under their names in GGUF and on the hub."""

@@ -104,7 +104,7 @@ LFM2 = Family(
     keys={"conv_L_cache": "shortconv.l_cache"},
     outer={
         **OUTER,
-        "final_norm": ("model.embedding_norm.weight", "output_norm.weight token_embd_norm.weight"),
+        "final_norm": ("model.embedding_norm.weight", "token_embd_norm.weight output_norm.weight"),
     },
     layer={
         **LAYER,

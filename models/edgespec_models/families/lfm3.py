@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec_models.decoders.operations import Backend
-from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer, with_post_norms
+from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer, attend_gated, with_post_norms
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.families.lfm2 import CONV, LFM2, Lfm2
@@ -28,9 +28,7 @@ class Lfm3(Lfm2):
         if self.layer_type(index) == CONV:
             return super().mixed(b, index, h)
         facts = self.attention(index)
-        y = b.attention(b.linear(h, "qkv", facts.products, part="attention"), facts)
-        y = b.head_gate(y, b.linear(h, "head_gate", facts.heads, part="attention"))
-        return b.linear(y, "o", self.hidden_size, part="attention")
+        return attend_gated(b, facts, h, self.hidden_size, facts.heads)
 
 
 _NEED: Final = f"layer_types must say {', '.join(Lfm3.TYPES)}"

@@ -51,6 +51,19 @@ EXPERTS: Final[Names] = {
     "experts_gate_up": ("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight"),
     "experts_down": ("mlp.experts.*.down_proj.weight mlp.experts.down_proj", "ffn_down_exps.weight"),
 }
+SHARED_EXPERT: Final[Names] = {
+    f"shared_{part}": (
+        f"mlp.shared_experts.{part}_proj.weight mlp.shared_expert.{part}_proj.weight",
+        f"ffn_{part}_shexp.weight",
+    )
+    for part in ("gate", "up", "down")
+} | {
+    "selection_bias": (
+        "mlp.gate.e_score_correction_bias mlp.e_score_correction_bias mlp.experts.e_score_correction_bias",
+        "exp_probs_b.bias",
+    )
+}
+"""Of an expert that all tokens use, and of a bias for the choice of the others."""
 KEYS: Final[Mapping[str, str]] = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",

@@ -14,7 +14,7 @@ from edgespec_models.errors import ModelFileError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.families.lfm2 import Taps
 from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
-from edgespec_models.families.names import EXPERTS, LAYER
+from edgespec_models.families.names import EXPERTS, LAYER, SHARED_EXPERT
 from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.windows import every_nth_sees_all, last_layers, layer_count, layer_kinds
 from edgespec_models.files.facts import Facts
@@ -106,7 +106,7 @@ QWEN35 = Family(
     gguf="qwen35",
     theta=1e7,
     partial=True,
-    less_one=True,
+    less_one="(?<!delta_)norm",
     decoder=Qwen35,
     defaults={
         "vocab_size": 248_320,
@@ -165,9 +165,7 @@ QWEN35_MOE = QWEN35._replace(
     layer={
         **QWEN35.layer,
         **EXPERTS,
+        **SHARED_EXPERT,
         "shared_router": ("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight"),
-        "shared_gate": ("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight"),
-        "shared_up": ("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight"),
-        "shared_down": ("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight"),
     },
 )

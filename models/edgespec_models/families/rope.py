@@ -43,7 +43,7 @@ def rope_of(facts: Facts, family: Family, head_dim: int, local_dim: int | None) 
     order = family.interleaved
     rope: dict[str, Any] = {"theta": theta, "width": width, "pairs": width // 2, "interleaved": order}
     if family.local_theta is not None:
-        own = local_dim or width
+        own = local_dim or facts.integer("local_rotary_dim", width)
         local_theta = local.positive("rope_theta", local_theta)
         with naming(facts.where):
             fields["local_rope"] = Rope(

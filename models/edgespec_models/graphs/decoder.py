@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
 from edgespec_models.decoders.config import FloatType
-from edgespec_models.decoders.operations import Activation, Attention, Rows
+from edgespec_models.decoders.operations import XIELU, Activation, Attention, Rows
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, scoped
@@ -56,8 +56,9 @@ class _Output:
 class _StandardDecoder(GraphDecoder):
     medium = "ONNX Runtime's operators"
     lacks = frozenset(
-        f"attention.{fact}" for fact in ("gates", "growth", "keys_of_another_layer", "known_rows")
-    ) | {"gated.squares"}
+        f"attention.{fact}"
+        for fact in ("gates", "growth", "keys_of_another_layer", "known_rows", "norms_behind_rotation")
+    ) | {"gated.squares", "gated.xielu", "post_norm.epsilon"}
 
     def __init__(self, config: Transformer, plan: DecoderPlan) -> None:
         self.plan, self.precision = plan, plan.precision
@@ -140,7 +141,7 @@ class _StandardDecoder(GraphDecoder):
     def scale(self, x: _Stream, name: str) -> _Stream:
         return _Stream(self.op.Mul(self.whole(x), self.stored(name, self.residual)))
 
-    def post_norm(self, y: ir.Value, name: str) -> _Output:
+    def post_norm(self, y: ir.Value, name: str, epsilon: float | None = None) -> _Output:
         value = self.to_stream(y)
         with scoped(self.builder, name, "_Norm"):
             return _Output(self.rms(value, name, self.residual))
@@ -210,7 +211,9 @@ class _StandardDecoder(GraphDecoder):
         spec = self.plan.linears[self.name(name)]
         return linear(self.op, self.read(x), spec, self.precision.activations)
 
-    def gated(self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> ir.Value:
+    def gated(
+        self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
+    ) -> ir.Value:
         op, both = self.op, self.linear(x, name, dict.fromkeys(names, rows))
         gate, up = op.Split(both, [rows, rows], axis=-1, _outputs=2)
         if activation == "silu":

@@ -43,7 +43,16 @@ import onnx_ir as ir
 from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
 from edgespec_models.decoders.config import Block
-from edgespec_models.decoders.operations import Activation, Attention, DeltaNet, Experts, Mamba, Rope, Rows
+from edgespec_models.decoders.operations import (
+    XIELU,
+    Activation,
+    Attention,
+    DeltaNet,
+    Experts,
+    Mamba,
+    Rope,
+    Rows,
+)
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
@@ -71,6 +80,7 @@ class _Product:
     x: Any
     name: str
     post_gain: str = ""
+    epsilon: float | None = None
     first: int = 0
 
 
@@ -83,6 +93,7 @@ class _Mixture:
     gate: str
     shared: ir.Value | None
     post_gain: str = ""
+    epsilon: float | None = None
 
 
 class _NativeDecoder(GraphDecoder):
@@ -175,8 +186,8 @@ class _NativeDecoder(GraphDecoder):
     def norm(self, x: Any, name: str) -> _Normed:
         return _Normed(self.value(x), self.name(name))
 
-    def post_norm(self, y: Any, name: str) -> Any:
-        normed = replace(y, post_gain=self.name(name))
+    def post_norm(self, y: Any, name: str, epsilon: float | None = None) -> Any:
+        normed = replace(y, post_gain=self.name(name), epsilon=epsilon)
         return normed if self.prefix else self.value(normed)  # outside of layers nothing is added to it
 
     def linear(
@@ -184,13 +195,20 @@ class _NativeDecoder(GraphDecoder):
     ) -> _Product:
         return _Product(x, self.name(name))
 
-    def gated(self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation) -> ir.Value:
-        return self.multiplied(_Product(x, self.name(name)), gate=_GATES[activation])
+    def gated(
+        self, x: Any, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
+    ) -> ir.Value:
+        product = _Product(x, self.name(name))
+        if isinstance(activation, XIELU):
+            return self.multiplied(product, gate="xielu", **activation._asdict())
+        return self.multiplied(product, gate=_GATES[activation])
 
     def add(self, x: Any, y: Any, name: str = "") -> ir.Value:
         return self.value(y, self.value(x))
 
-    def multiplied(self, y: _Product, residual: ir.Value | None = None, gate: str = "") -> ir.Value:
+    def multiplied(
+        self, y: _Product, residual: ir.Value | None = None, gate: str = "", **facts: Any
+    ) -> ir.Value:
         """``[residual +] [norm of] gate(norm(x) W + bias)``."""
         spec, bias = self.plan.linears[y.name], None
         x = y.x if isinstance(y.x, _Normed) else self.value(y.x)
@@ -198,12 +216,14 @@ class _NativeDecoder(GraphDecoder):
             bias = self.parameter(f"{spec.path}.bias", [spec.out_features])
         weights, parts = self.matrices(y.name)[y.first :], spec.parts[y.first :]
         x, gain = self.read(x)
+        assert y.epsilon is None or gain is None  # a node has one
         return self.node(
             "Linear",
             *(x, gain, bias, self.parameter_of(y.post_gain) if y.post_gain else None, residual, *weights),
             inputs=spec.in_features,
-            epsilon=self.epsilon,
+            epsilon=self.epsilon if y.epsilon is None else float(y.epsilon),
             gate=gate,
+            **facts,
             parts=",".join(f"{part.format.tiles}:{part.out_features}" for part in parts),
         )[0]
 
@@ -255,6 +275,7 @@ class _NativeDecoder(GraphDecoder):
         while more and more[-1] is None:
             more.pop()
         others: dict[str, Any] = {"normed_values": 1} if facts.normed_values else {}
+        others |= {"normed_last": 1} if facts.normed_last else {}
         if facts.cap is not None:
             others |= {"cap": float(facts.cap)}
         if facts.growth_step:
@@ -312,8 +333,9 @@ class _NativeDecoder(GraphDecoder):
             format=spec.parts[0].format.tiles,
         )[0]
 
-    def head_gate(self, y: ir.Value, gates: _Product) -> ir.Value:
-        return self.node("HeadGate", y, self.value(gates))[0]
+    def head_gate(self, y: ir.Value, gates: _Product, *, softplus: bool = False) -> ir.Value:
+        facts: dict[str, Any] = {"softplus": 1} if softplus else {}
+        return self.node("HeadGate", y, self.value(gates), **facts)[0]
 
     def short_conv(self, x: Any, channels: int, taps: int) -> ir.Value:
         y, *new = self.node(
@@ -481,7 +503,9 @@ class _NativeDecoder(GraphDecoder):
 
     def normalized(self, x: ir.Value, name: str) -> ir.Value:
         facts = {"axis": -1, "epsilon": self.epsilon, "stash_type": 1}
-        return self.op("SimplifiedLayerNormalization", x, self.stored(name), **facts)
+        ones = np.ones(self.config.hidden_size, np.float32)
+        gain = self.stored(name) if name else self.op("Constant", value=ir.tensor(ones))
+        return self.op("SimplifiedLayerNormalization", x, gain, **facts)
 
     def joined(self, first: Any, second: ir.Value) -> ir.Value:
         return self.op("Concat", self.value(first), second, axis=1)

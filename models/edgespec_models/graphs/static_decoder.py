@@ -32,7 +32,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder
 
 from edgespec_models.decoders.kept import KeptTensor, KeptType
-from edgespec_models.decoders.operations import UNUSUAL, Activation, Attention, Rows
+from edgespec_models.decoders.operations import UNUSUAL, XIELU, Activation, Attention, Rows
 from edgespec_models.decoders.record import Record, record
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
@@ -278,7 +278,7 @@ class _StaticDecoder(GraphDecoder):
     def norm(self, x: ir.Value, name: str) -> ir.Value:
         return self.rms(x, name, self.name(name))
 
-    def post_norm(self, y: ir.Value, name: str) -> ir.Value:
+    def post_norm(self, y: ir.Value, name: str, epsilon: float | None = None) -> ir.Value:
         return self.norm(y, name)
 
     def rms(self, x: ir.Value, name: str, point: str) -> ir.Value:
@@ -296,7 +296,7 @@ class _StaticDecoder(GraphDecoder):
         return self.point(self.op.Add(x, y), self.name(name))
 
     def gated(
-        self, x: ir.Value, name: str, names: tuple[str, ...], rows: int, activation: Activation
+        self, x: ir.Value, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
     ) -> ir.Value:
         op, (of_gate, of_up) = self.op, names
         with scoped(self.builder, "mlp", "_StaticPart"):
