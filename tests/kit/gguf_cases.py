@@ -248,6 +248,7 @@ _OTHERS: Names = {
     "embed_norm": ("enorm.weight", "nextn.enorm.weight"),
     "fuse_norm": ("hnorm.weight", "nextn.hnorm.weight"),
     "final_norm": ("shared_head.norm.weight", "nextn.shared_head_norm.weight"),
+    "second_norm": ("post_attention_layernorm.weight", "post_attention_norm.weight"),
 }
 """Of latent attention that is taken apart, of MTP layers, and of a shared MLP that is."""
 
