@@ -11,7 +11,7 @@ from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.family import Family, Tensors
 from edgespec_models.families.names import LAYER
 from edgespec_models.families.qwen3 import Qwen3
-from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import layer_count
 from edgespec_models.files.blocks import Blocks, unpack
 from edgespec_models.files.facts import Facts
@@ -51,11 +51,6 @@ def _numbers(positive: Sequence[float], rest: Sequence[float], slope: Sequence[f
 
 def _softplus(x: float) -> float:
     return max(x, 0.0) + log1p(exp(-abs(x)))
-
-
-def _usual(facts: Facts) -> Facts:
-    expect(facts, APERTUS, "hidden_act", "xielu")
-    return facts.changed({"hidden_act": None})
 
 
 def _read(facts: Facts, family: Family) -> Transformer:
@@ -107,7 +102,7 @@ APERTUS = Family(
         "beta": ("mlp.act_fn.beta", ""),
         "xielu_eps": ("mlp.act_fn.eps", ""),
     },
-    usual=_usual,
+    fixed={"hidden_act": "xielu"},
     read=_read,
     from_hub=_from_hub,
 )

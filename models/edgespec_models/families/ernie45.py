@@ -1,19 +1,10 @@
 """ERNIE 4.5, dense and with experts: neighbouring elements of a head are rotated, in directories too."""
 
-from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS, LAYER, SHARED_EXPERT
-from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.windows import layer_count
 from edgespec_models.files.facts import Facts
-
-
-def _read(facts: Facts, family: Family) -> Transformer:
-    expect(facts, family, "use_bias", value=False)
-    for key in ("moe_layer_interval", "interleave_moe_layer_step"):
-        expect(facts, family, key, 1)
-    return trunk(facts, family)
 
 
 def _usual(facts: Facts) -> Facts:
@@ -43,7 +34,7 @@ ERNIE45 = Family(
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
     },
-    read=_read,
+    fixed={"use_bias": False, "moe_layer_interval": 1, "interleave_moe_layer_step": 1},
 )
 ERNIE45_MOE = ERNIE45._replace(
     name="ernie4_5-moe",

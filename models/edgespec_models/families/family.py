@@ -34,6 +34,7 @@ class Family(NamedTuple):
         gguf: its name in GGUF files (``general.architecture``); empty if it has none of its own.
         defaults: transformers' defaults of a ``config.json``.
         keys: its keys in GGUF files, by those of a ``config.json``, beyond ``KEYS``.
+        fixed: keys whose models edgespec computes with this value alone.
         unstated: values of keys that some GGUF files lack.
         outer: the names of tensors outside of layers.
         layer: the names of tensors in a layer.
@@ -77,6 +78,7 @@ class Family(NamedTuple):
     gguf: str = ""
     defaults: Mapping[str, Any] = _NOTHING
     keys: Mapping[str, str] = _NOTHING
+    fixed: Mapping[str, Any] = _NOTHING
     unstated: Mapping[str, Any] = _NOTHING
     outer: Names = OUTER
     layer: Names = LAYER

@@ -18,7 +18,7 @@ from edgespec_models.families.experts import dense_layers
 from edgespec_models.families.family import Family
 from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
 from edgespec_models.families.names import EXPERTS, LAYER, SHARED_EXPERT
-from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.reading import trunk
 from edgespec_models.families.rope import kind_of, scaling_of
 from edgespec_models.files.facts import Facts
 
@@ -73,8 +73,6 @@ class LatentMTP(MTPLayer, Latent):
 def _usual(facts: Facts) -> Facts:
     width, shared = facts.integer("moe_intermediate_size", 1536), facts.integer("n_shared_experts", 1)
     dense = dense_layers(facts, facts.integer("first_k_dense_replace", 1))
-    expect(facts, GLM4_MOE_LITE, "rope_interleave", value=True)
-    expect(facts, GLM4_MOE_LITE, "attention_bias", value=False)
     experts = facts.integer("n_routed_experts", facts.integer("num_local_experts", 64))
     return facts.changed(
         {
@@ -164,6 +162,7 @@ GLM4_MOE_LITE = Family(
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,
     },
+    fixed={"rope_interleave": True, "attention_bias": False},
     keys={"q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank"},
     layer={
         **LAYER,

@@ -12,7 +12,7 @@ from edgespec_models.families.experts import dense_layers
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS, LAYER, SHARED_EXPERT
 from edgespec_models.families.qwen3 import Qwen3
-from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import layer_count
 from edgespec_models.files.facts import Facts
 
@@ -67,8 +67,6 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 
 def _read(facts: Facts, family: Family) -> Transformer:
-    for key, value in {"moe_router_logit_softcapping": 0, "moe_apply_router_weight_on_input": False}.items():
-        expect(facts, family, key, value)
     if facts.value("gating") not in (None, True, "per-head", "per_head"):
         raise UnsupportedModelError(
             f"{facts.where}: gating is {facts.value('gating')!r}; allowed: 'per-head', as in Laguna XS and S"
@@ -99,6 +97,7 @@ LAGUNA = Family(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    fixed={"moe_router_logit_softcapping": 0, "moe_apply_router_weight_on_input": False},
     keys={"local_rotary_dim": "rope.dimension_count_swa"},
     layer={
         **LAYER,

@@ -32,12 +32,6 @@ class Lfm3(Lfm2):
 
 
 _NEED: Final = f"layer_types must say {', '.join(Lfm3.TYPES)}"
-_PLAIN: Final = {
-    "use_sandwich_norm": True,
-    "use_attention_gate": True,
-    "attention_bias": False,
-    "conv_bias": False,
-}
 _DIFFUSES: Final = (
     "reads prompts in both directions and writes by diffusion, as LFM3's d1 variant does; use the plain one"
 )
@@ -120,11 +114,6 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 
 def _read(facts: Facts, family: Family) -> Transformer:
-    for key, expected in _PLAIN.items():
-        if facts.boolean(key, default=expected) != expected:
-            raise UnsupportedModelError(
-                f"{facts.where}: {key} is {facts.value(key)}; lfm3 is supported with {expected}"
-            )
     types = tuple(layer_kinds(facts, Lfm3.TYPES, _NEED) or ())
     taps = facts.integer("conv_L_cache") if CONV in types else None
     sliding = [SLIDING in types] * len(types)  # if any, which the types say
@@ -155,6 +144,12 @@ LFM3 = LFM2._replace(
                 "rope_theta": 1e6,
             },
         },
+    },
+    fixed={
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+        "attention_bias": False,
+        "conv_bias": False,
     },
     outer={**LFM2.outer, "final_norm": ("model.embedding_norm.weight", "output_norm.weight")},
     layer={

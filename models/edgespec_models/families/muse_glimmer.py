@@ -16,7 +16,7 @@ from edgespec_models.families.family import Family, Tensors
 from edgespec_models.families.gemma2 import capped
 from edgespec_models.families.names import LAYER, POST_NORMS
 from edgespec_models.families.qwen3 import Qwen3
-from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import layer_count, sliding_layers
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import GGMLType, Tensor
@@ -57,7 +57,6 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 
 def _read(facts: Facts, family: Family) -> Transformer:
-    expect(facts, family, "hidden_activation", "silu")
     sliding, layers = sliding_layers(facts, family), layer_count(facts)
     bases = facts.numbers("layer_rope_theta", layers) or [float(windowed) for windowed in sliding]
     if len({base for base in bases if base}) > 1:
@@ -100,6 +99,7 @@ MUSE_GLIMMER = Family(
         "sliding_window": 2048,
         "final_logit_softcapping": 20.0,
     },
+    fixed={"hidden_activation": "silu"},
     layer={**LAYER, **POST_NORMS, "head_gate": ("self_attn.gate_proj.weight", "attn_gate.weight")},
     usual=_usual,
     from_gguf=_from_gguf,

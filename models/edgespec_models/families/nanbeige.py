@@ -2,23 +2,15 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from edgespec_models.decoders.config import Layers
 from edgespec_models.decoders.operations import Backend
 from edgespec_models.decoders.transformer import Transformer, in_layer
 from edgespec_models.families.family import Family
-from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import counted, layer_count
 from edgespec_models.files.facts import Facts
-
-_VARIANTS: Final = (
-    "enable_double_loop_split",
-    "loop_share_kv",
-    "enable_hyper_connection",
-    "enable_mhc",
-    "enable_depth_attention",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +33,6 @@ class Nanbeige(Transformer):
 
 
 def _read(facts: Facts, family: Family) -> Transformer:
-    for key in _VARIANTS:
-        expect(facts, family, key, value=False)
-    expect(facts, family, "loop_loss_weights", [])
     stored = layer_count(facts)
     return trunk(
         facts,
@@ -62,6 +51,14 @@ NANBEIGE = Family(
     neighbours=True,
     decoder=Nanbeige,
     defaults={"rms_norm_eps": 1e-5, "num_loops": 2},
+    fixed={
+        "enable_double_loop_split": False,
+        "loop_share_kv": False,
+        "enable_hyper_connection": False,
+        "enable_mhc": False,
+        "enable_depth_attention": False,
+        "loop_loss_weights": [],
+    },
     unstated={"num_loops": 1},
     read=_read,
 )

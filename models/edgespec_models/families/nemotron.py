@@ -19,7 +19,7 @@ from edgespec_models.families.family import Family
 from edgespec_models.families.granite import GRANITE, MAMBA, MAMBA_NAMES, Granite, mamba_fields
 from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
 from edgespec_models.families.names import OUTER
-from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import last_layers, layer_kinds
 from edgespec_models.files.facts import Facts
 
@@ -119,9 +119,6 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 def _read(facts: Facts, family: Family) -> Transformer:
     types = layer_kinds(facts, NemotronH.TYPES) or []
-    activations = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
-    for key, value in {"attention_bias": False, "mlp_bias": False, **activations}.items():
-        expect(facts, family, key, value)
     if facts.value("moe_latent_size"):
         raise UnsupportedModelError(
             f"{facts.where}: moe_latent_size is {facts.value('moe_latent_size')}; {family.name} is supported "
@@ -149,6 +146,12 @@ NEMOTRON_H = Family(
         "max_position_embeddings": 4096,
         "mamba_n_groups": 8,
         "mamba_d_state": 128,
+    },
+    fixed={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
     },
     keys={**GRANITE.keys, "moe_latent_size": "moe_latent_size"},
     outer={

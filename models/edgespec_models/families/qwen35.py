@@ -15,7 +15,7 @@ from edgespec_models.families.family import Family
 from edgespec_models.families.lfm2 import Taps
 from edgespec_models.families.mtp import MTPLayer, mtp_layer_of
 from edgespec_models.families.names import EXPERTS, LAYER, SHARED_EXPERT
-from edgespec_models.families.reading import expect, trunk
+from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import every_nth_sees_all, last_layers, layer_count, layer_kinds
 from edgespec_models.files.facts import Facts
 
@@ -77,7 +77,6 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 def _read(facts: Facts, family: Family) -> Transformer:
     """The layers that are delta nets are listed, or attention layers have an interval."""
-    expect(facts, family, "attn_output_gate", value=True)
     own, types = dict[str, Any](), layer_kinds(facts, Qwen35.TYPES)
     if types is None:
         interval = facts.integer("full_attention_interval", 4)
@@ -120,6 +119,7 @@ QWEN35 = Family(
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
+    fixed={"attn_output_gate": True},
     keys={
         "linear_conv_kernel_dim": "ssm.conv_kernel",
         "linear_key_head_dim": "ssm.state_size",

@@ -139,7 +139,9 @@ def _check_features(facts: Facts, family: Family) -> None:
     if "Classification" in str(facts.value("architectures")) and labels != 1:  # one is a reranker's score
         raise UnsupportedModelError(f"{facts.where} says that the model {CLASSIFIES}")
     gelu = family.decoder.activation == "gelu_tanh"
-    expect(facts, family, *("hidden_activation", "gelu_pytorch_tanh") if gelu else ("hidden_act", "silu"))
+    activation = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
+    for key, value in {**activation, **family.fixed}.items():
+        expect(facts, family, key, value)
     for key in _CHANGES_LOGITS:
         vision = (key, facts.value(key)) == ("use_bidirectional_attention", "vision")
         if facts.value(key) and key not in family.defaults and not vision:
