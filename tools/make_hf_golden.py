@@ -169,33 +169,38 @@ def chain(target: Any, head: Any, text: list[int]) -> tuple[Any, Any]:
     return tuple(map(np.stack, zip(*found, strict=True)))  # type: ignore[return-value]
 
 
-def store_seeing(folder: Path) -> None:
+def store_seeing(folder: Path, kind: str) -> None:
     """Write what a tiny Gemma 4 makes of pictures and of prompts with them.
 
     For each picture the vectors. For each prompt its tokens, with markers as its processor writes them, the
     logits behind it, and tokens of the most likely answer with the lead of each.
     """
-    path, found = seeing.write(folder / "seeing"), dict[str, Any]()
-    model, info = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+    path, found = seeing.write(folder / kind, kind), dict[str, Any]()
+    unified = kind == "embedder"
+    auto: Any = getattr(transformers, f"Gemma4{'Unified' * unified}ForConditionalGeneration")
+    model, info = auto.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     wrong = {key: sorted(names) for key, names in info.items() if names}
     if wrong:
-        raise SystemExit(f"seeing: {wrong}")
-    model, core = model.eval(), Tokenizer.from_file(str(path / "tokenizer.json"))
+        raise SystemExit(f"{kind}: {wrong}")
+    towers, core = {"vectors": model.eval()}, Tokenizer.from_file(str(path / "tokenizer.json"))
     module: Any = importlib.import_module("transformers.models.gemma4.image_processing_pil_gemma4")
     patch = model.config.vision_config.patch_size
-    processor = module.Gemma4ImageProcessorPil(patch_size=patch, max_soft_tokens=70)
+    whole = {"patch_size": 3 * patch, "pooling_kernel_size": 1}  # squares that are merged already
+    given = whole if unified else {"patch_size": patch}
+    processor = module.Gemma4ImageProcessorPil(max_soft_tokens=70, **given)
     seen = [processor(images=[seeing.picture(n)], return_tensors="pt") for n in range(len(seeing.SIZES))]
     counts = [int(picture["num_soft_tokens_per_image"][0]) for picture in seen]
-    other = transformers.Gemma4ForConditionalGeneration.from_pretrained(
-        seeing.write(folder / "other", **seeing.OTHER), dtype=torch.float32, attn_implementation="eager"
-    )
+    if kind == "seeing":
+        other = seeing.write(folder / "other", **seeing.OTHER)
+        towers["other"] = auto.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for number, picture in enumerate(seen):
-            for name, tower in (("vectors", model), ("other", other.eval())):
+            for name, tower in towers.items():
                 made = tower.get_image_features(picture["pixel_values"], picture["image_position_ids"])
-                found[f"{name}_{number}"] = made.pooler_output[0].numpy()
+                rows = made.pooler_output[0][: counts[number]]
+                found[f"{name}_{number}"] = rows.numpy()
         for number, prompt in enumerate(seeing.PROMPTS):
             text, order = "", [part for part in prompt if isinstance(part, int)]
             for part in prompt:
@@ -221,8 +226,8 @@ def store_seeing(folder: Path) -> None:
                 answer.append(int(best.indices[0]))
                 ids.append(answer[-1])
             found |= {f"tokens_{number}": tokens, f"answer_{number}": answer, f"leads_{number}": leads}
-            print(f"prompt {number}: {len(tokens)} tokens, least lead {min(leads):.4f}, {answer}")
-    np.savez_compressed(OUT / "seeing", **found)
+            print(f"{kind} {number}: {len(tokens)} tokens, least lead {min(leads):.4f}, {answer}")
+    np.savez_compressed(OUT / kind, **found)
 
 
 def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
@@ -304,7 +309,8 @@ def main() -> None:
             store_vectors(Path(folder))
             store_scores(Path(folder))
             store_assistants(Path(folder))
-            store_seeing(Path(folder))
+            for kind in seeing.KINDS:
+                store_seeing(Path(folder), kind)
 
 
 if __name__ == "__main__":

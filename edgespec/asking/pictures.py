@@ -87,6 +87,7 @@ class Pictures:
         self.tokens, self._see, self._images = [*tokens], see, images
         made_by = f"{bundle.manifest.files[VISION_DATA].sha256} {tower}"
         self._places, self._vectors = list[tuple[int, range]](), dict[int, _Vectors]()
+        self._whole = tower.whole
         end = 0
         for image in images:
             budget, count = _rows(tower, image)
@@ -96,6 +97,17 @@ class Pictures:
             end = start + count
             self.tokens[start:end] = [-1 - first - row for row in range(count)]
             self._places.append((budget, range(start, end)))
+
+    def end(self, start: int, end: int) -> int:
+        """Where a pass over the rows from ``start`` ends that has room up to ``end``.
+
+        It does not end within a picture whose rows see each other. Such a picture may be longer than the
+        room.
+        """
+        for _, places in self._places if self._whole else ():
+            if places.start < end < places.stop:
+                return places.start if start < places.start else places.stop
+        return end
 
     def vectors(self, start: int, end: int) -> _Vectors | None:
         """The vectors of rows from ``start`` to before ``end``; None if none is of a picture.

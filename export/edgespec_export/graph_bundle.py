@@ -173,8 +173,9 @@ def _plan(
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )
-    sees = checkpoint.tower is not None and options.native and options.role == "target"
-    return replace(plan, pictures=True) if sees else plan
+    if checkpoint.tower is None or not options.native or options.role != "target":
+        return plan
+    return replace(plan, pictures=True, whole_pictures=checkpoint.tower[0].whole)
 
 
 def _ranges(

@@ -1,4 +1,4 @@
-"""A tiny Gemma 4 that sees, its pictures, and prompts with them.
+"""Tiny models of Gemma 4 that see, their pictures, and prompts with them.
 
 ``tools/make_hf_golden.py`` has transformers read the directory. Needs numpy only, where that runs.
 """
@@ -36,6 +36,8 @@ EOS = 1
 
 OTHER = {"use_clipped_linears": False, "standardize": True}
 """Facts of another tower."""
+KINDS = ("seeing", "whole", "embedder")
+"""Like E2B; like 26B and 31B, where rows of a picture see each other; like 12B, which has no tower besides."""
 
 
 def picture(number: int) -> npt.NDArray[np.uint8]:
@@ -48,9 +50,9 @@ def picture(number: int) -> npt.NDArray[np.uint8]:
     return made
 
 
-def config(**vision: Any) -> dict[str, Any]:
+def config(kind: str = "seeing", **vision: Any) -> dict[str, Any]:
     text = {
-        **config_of("gemma4"),
+        **config_of("gemma4" if kind == "seeing" else "gemma4_tied"),
         "vocab_size": VOCAB,
         "vocab_size_per_layer_input": VOCAB,
         "max_position_embeddings": 1024,
@@ -58,24 +60,15 @@ def config(**vision: Any) -> dict[str, Any]:
         "eos_token_id": EOS,
         "hidden_size": WIDTH,
     }
-    tower = {
-        "model_type": "gemma4_vision",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "patch_size": 8,
-        "position_embedding_size": 256,
-        "use_clipped_linears": True,
-        "standardize": False,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
-        "rms_norm_eps": 1e-6,
-    }
+    model, tower = "gemma4", _EMBEDDER
+    if kind == "embedder":
+        model = "gemma4_unified"
+    else:
+        tower = {**_TOWER, **(OTHER if kind == "whole" else {})}
+    text["model_type"] = f"{model}_text"
     return {
-        "architectures": ["Gemma4ForConditionalGeneration"],
-        "model_type": "gemma4",
+        "architectures": [f"Gemma4{'Unified' * (kind == 'embedder')}ForConditionalGeneration"],
+        "model_type": model,
         "text_config": text,
         "vision_config": {**tower, **vision},
         "audio_config": None,
@@ -87,7 +80,40 @@ def config(**vision: Any) -> dict[str, Any]:
     }
 
 
+_TOWER: dict[str, Any] = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "patch_size": 8,
+    "position_embedding_size": 256,
+    "use_clipped_linears": True,
+    "standardize": False,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    "rms_norm_eps": 1e-6,
+}
+_EMBEDDER: dict[str, Any] = {
+    "model_type": "gemma4_unified_vision",
+    "patch_size": 8,
+    "pooling_kernel_size": 3,
+    "mm_embed_dim": 64,
+    "output_proj_dims": 64,
+    "mm_posemb_size": 72,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def text_weights(facts: dict[str, Any]) -> Tensors:
+    """The text model's tensors, by its names when it is alone."""
+    return weights({**facts["text_config"], "model_type": "gemma4_text"})
+
+
 def tower_tensors(facts: dict[str, Any]) -> Tensors:
+    if "mm_embed_dim" in facts:
+        return _embedder_tensors(facts)
     hidden, mlp = facts["hidden_size"], facts["intermediate_size"]
     inner = facts["num_attention_heads"] * facts["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -118,12 +144,25 @@ def tower_tensors(facts: dict[str, Any]) -> Tensors:
     return tensors | limits
 
 
-def write(folder: Path, **vision: Any) -> Path:
+def _embedder_tensors(facts: dict[str, Any]) -> Tensors:
+    width, area = facts["mm_embed_dim"], 3 * (facts["patch_size"] * facts["pooling_kernel_size"]) ** 2
+    shapes: dict[str, tuple[int, ...]] = {
+        "vision_embedder.patch_dense.weight": (width, area),
+        "vision_embedder.patch_dense.bias": (width,),
+        "vision_embedder.pos_embedding": (facts["mm_posemb_size"], 2, width),
+        "embed_vision.embedding_projection.weight": (WIDTH, width),
+    }
+    for name, size in (("patch_ln1", area), ("patch_ln2", width), ("pos_norm", width)):
+        shapes |= {f"vision_embedder.{name}.{kind}": (size,) for kind in ("weight", "bias")}
+    return drawn(shapes, 5)
+
+
+def write(folder: Path, kind: str = "seeing", **vision: Any) -> Path:
     """The directory as the hub has it."""
-    facts = config(**vision)
+    facts = config(kind, **vision)
     tensors = {
         name.replace("model.", "model.language_model.", 1): values
-        for name, values in weights(facts["text_config"]).items()
+        for name, values in text_weights(facts).items()
     }
     tensors |= {f"model.{name}": values for name, values in tower_tensors(facts["vision_config"]).items()}
     write_directory(folder, facts, tensors)

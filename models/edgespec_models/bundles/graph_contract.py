@@ -56,6 +56,19 @@ class Part(NamedTuple):
         """Tokens of the sequence that the KV cache holds after the pass."""
         return self.start + len(self.tokens)
 
+    @property
+    def row_ends(self) -> list[int]:
+        """The tokens of the sequence that each row sees where rows of a picture see each other.
+
+        Rows of pictures that follow each other are of one picture, as in transformers: prompts have tokens
+        between two.
+        """
+        ends = [*range(self.start + 1, self.end + 1)]
+        for at in reversed(range(len(ends) - 1)):
+            if self.tokens[at] < 0 and self.tokens[at + 1] < 0:
+                ends[at] = ends[at + 1]
+        return ends
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -124,6 +137,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
             [(0, row) for row, token in enumerate(run.tokens) if token < 0], (-1, 2)
         ),
         "picture_vectors": lambda run: np.asarray(run.vectors),
+        "row_ends": lambda run: [*chain.from_iterable(part.row_ends for part in run.parts)],
     }
 )
 """Inputs of graphs of any shape, but for weights and the KV cache, and their values in a pass."""
@@ -132,6 +146,7 @@ CHANGING: Final = frozenset(
     {
         *("input_ids", "sequences", "wanted_sequences", "injected_rows", "places", "seqlens_k"),
         *("total_sequence_length", ROWS, "features", "states", "picture_rows", "picture_vectors"),
+        "row_ends",
     }
 )
 """Inputs of edgespec's graphs whose values differ between passes over equally many tokens."""

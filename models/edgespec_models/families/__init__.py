@@ -18,7 +18,7 @@ from edgespec_models.families.gemma2 import GEMMA2
 from edgespec_models.families.gemma3 import GEMMA3
 from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from edgespec_models.families.gemma4_assistant import ASSISTANT, GEMMA4_ASSISTANT
-from edgespec_models.families.gemma4_vision import GEMMA4_VISION
+from edgespec_models.families.gemma4_vision import GEMMA4_EMBEDDER, GEMMA4_VISION
 from edgespec_models.families.glm4 import GLM4
 from edgespec_models.families.glm4_moe_lite import GLM4_MOE_LITE
 from edgespec_models.families.glm4_moe_lite import MTP_LAYER as LATENT_MTP
@@ -52,7 +52,7 @@ MODELS: Final = (
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
-TOWERS: Final = (GEMMA4_VISION,)
+TOWERS: Final = (GEMMA4_VISION, GEMMA4_EMBEDDER)
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
     "target's source"

@@ -55,6 +55,11 @@ class Operations(ABC):
         gain = self.parameter(name, width) if name else self.constant(np.ones(width), "float")
         return self.op("SimplifiedLayerNormalization", x, gain, axis=-1, epsilon=epsilon, stash_type=1)
 
+    def layer_norm(self, x: Any, width: int, name: str, *, epsilon: float) -> Any:
+        """``x`` less its mean, over the root of its variance, times the gain ``name.weight``, plus its bias."""
+        gain, bias = (self.parameter(f"{name}.{kind}", width) for kind in ("weight", "bias"))
+        return self.op("LayerNormalization", x, gain, bias, axis=-1, epsilon=epsilon)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tower(ABC):
@@ -65,12 +70,15 @@ class Tower(ABC):
         width: width of a vector, that of the decoder's stream.
         marker: the token in place of a picture in prompts. The chat template writes it once for a picture.
         around: tokens before and behind all markers of a picture, which the chat template does not write.
+        whole: rows of a picture see each other in windowed layers of the decoder, so a pass reads all of
+            them, or all that are not in the cache.
     """
 
     architecture: str
     width: Count
     marker: Token
     around: tuple[Token, ...] = ()
+    whole: bool = False
 
     @abstractmethod
     def budget(self, detail: str, image_tokens: int | None) -> int:

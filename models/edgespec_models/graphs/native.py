@@ -24,7 +24,8 @@ A head that drafts blocks (:class:`~edgespec_models.decoders.config.Block`) take
 ``input_ids`` are the tokens behind them. It has no states.
 
 A decoder that reads pictures takes ``picture_vectors`` float32 (p, hidden), which replace the embeddings of
-rows ``picture_rows`` int64 (p, 2), each 0 and the row's number.
+rows ``picture_rows`` int64 (p, 2), each 0 and the row's number. Where rows of a picture see each other it
+also takes ``row_ends`` int64 (n): the number of its sequence's tokens that a row sees in windowed layers.
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
@@ -95,6 +96,7 @@ class _NativeDecoder(GraphDecoder):
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
         self.caches = dict[int, list[ir.Value]]()  # keys and values behind the pass, by layer
         self.index, self.rows_alone = 0, False
+        self.ends: ir.Value | None = None  # of what rows see in windowed layers
         self.within: ir.Value | None = None  # as :meth:`rows_within` makes it, for convolutions over a block
 
     def build(self) -> ir.Model:
@@ -210,6 +212,8 @@ class _NativeDecoder(GraphDecoder):
         x = self.embedded(self.ids, float(scale))
         if not self.plan.pictures:
             return x
+        if self.plan.whole_pictures:
+            self.ends = self.input("row_ends", INT64, ["n"])
         places = self.input("picture_rows", INT64, ["p", 2])
         return self.op("ScatterND", x, places, self.input("picture_vectors", FLOAT, ["p", width]))
 
@@ -246,9 +250,10 @@ class _NativeDecoder(GraphDecoder):
             gains = [self.stored("q_norm"), self.stored("k_norm" if own else "q_norm")]  # no keys, no matter
         if facts.latent:
             gains = [None, self.stored("k_norm")]
-        more: list[ir.Value | None] = [self.stored("sinks") if facts.sinks else None]
+        more: list[ir.Value | None] = [self.stored("sinks") if facts.sinks else None, None, None]
         if known is not None:
-            more += [self.value(replace(qkv, x=known, first=1)), self.counts]
+            more[1:] = self.value(replace(qkv, x=known, first=1)), self.counts
+        more.append(self.ends if facts.window else None)
         while more and more[-1] is None:
             more.pop()
         others: dict[str, Any] = {"normed_values": 1} if facts.normed_values else {}
@@ -427,6 +432,7 @@ class _NativeDecoder(GraphDecoder):
     def alone(self, *streams: ir.Value | None) -> Sequence[ir.Value | None]:
         self.rows_alone = True
         alone = [x if x is None else self.op("Gather", x, self.rows, axis=1) for x in streams]
+        self.ends = None if self.ends is None else self.op("Gather", self.ends, self.rows)
         self.sequences = self.input("wanted_sequences", INT64, ["s", 2])
         return alone
 

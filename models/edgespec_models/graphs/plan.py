@@ -78,7 +78,8 @@ class DecoderPlan:
     ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
     ``context`` gives such a graph the input ``context_tokens``: further tokens that it can write, with the
     token embedding as LM head. ``columns`` are the tokens of an LM head that has not all in its file.
-    With ``pictures`` some rows of the pass are vectors, of pictures.
+    With ``pictures`` some rows of the pass are vectors, of pictures; with ``whole_pictures`` those of a
+    picture see each other in windowed layers.
     """
 
     embedding: EmbeddingSpec
@@ -88,6 +89,7 @@ class DecoderPlan:
     columns: tuple[int, ...] | None = None
     precision: Precision = FULL
     pictures: bool = False
+    whole_pictures: bool = False
 
     @property
     def native(self) -> bool:
