@@ -60,7 +60,7 @@ def with_markers(bundle: Bundle, tokens: list[int], messages: Sequence[Mapping[s
 def _rows(tower: Tower, image: Image) -> tuple[int, int]:
     """A picture's budget, and the number of its rows."""
     budget = tower.budget(image.detail, image.image_tokens)
-    return budget, tower.count(tower.size(image.pixels.shape, budget))
+    return budget, tower.count(tower.size(image.shape, budget))
 
 
 class Pictures:
