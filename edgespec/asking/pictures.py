@@ -10,7 +10,7 @@ import numpy.typing as npt
 from edgespec.asking.images import Image
 from edgespec_models.bundles.bundle import VISION_DATA, Bundle
 from edgespec_models.errors import RequestError
-from edgespec_models.families.towers import Pixels, Tower
+from edgespec_models.families.towers import Tower
 
 _Vectors = npt.NDArray[np.float32]
 _NAMES = 1 << 62
@@ -69,7 +69,8 @@ class Pictures:
     Keys and values are kept under a row's token. So each row of a picture has a negative name, of the
     picture, its budget, the tower and the row: two pictures never share them, and the same one does.
 
-    ``see`` makes the vectors of pixels and a budget.
+    ``see`` makes the vectors of a picture, float32 (rows, width), for a name, the picture, its budget, and
+    the number of its rows.
 
     Attributes:
         tokens: the tokens of the prompt, with names in place of markers.
@@ -80,23 +81,23 @@ class Pictures:
         tokens: Sequence[int],
         images: Sequence[Image],
         bundle: Bundle,
-        see: Callable[[Pixels, int], _Vectors],
+        see: Callable[[str, Image, int, int], _Vectors],
     ) -> None:
         tower = bundle.manifest.vision
         assert tower is not None  # or its prompts would have no pictures
         self.tokens, self._see, self._images = [*tokens], see, images
         made_by = f"{bundle.manifest.files[VISION_DATA].sha256} {tower}"
-        self._places, self._vectors = list[tuple[int, range]](), dict[int, _Vectors]()
+        self._places, self._vectors = list[tuple[str, int, range]](), dict[int, _Vectors]()
         self._whole = tower.whole
         end = 0
         for image in images:
             budget, count = _rows(tower, image)
-            name = hashlib.sha256(f"{made_by} {image.digest} {budget}".encode()).digest()
-            first = int.from_bytes(name[:8], "little") % _NAMES
+            name = hashlib.sha256(f"{made_by} {image.digest} {budget}".encode())
+            first = int.from_bytes(name.digest()[:8], "little") % _NAMES
             start = self.tokens.index(tower.marker, end)
             end = start + count
             self.tokens[start:end] = [-1 - first - row for row in range(count)]
-            self._places.append((budget, range(start, end)))
+            self._places.append((name.hexdigest(), budget, range(start, end)))
 
     def end(self, start: int, end: int) -> int:
         """Where a pass over the rows from ``start`` ends that has room up to ``end``.
@@ -104,7 +105,7 @@ class Pictures:
         It does not end within a picture whose rows see each other. Such a picture may be longer than the
         room.
         """
-        for _, places in self._places if self._whole else ():
+        for _, _, places in self._places if self._whole else ():
             if places.start < end < places.stop:
                 return places.start if start < places.start else places.stop
         return end
@@ -115,10 +116,11 @@ class Pictures:
         Raises as :meth:`edgespec_runtimes.vision.VisionSession.vectors` does.
         """
         parts = list[_Vectors]()
-        for number, (budget, places) in enumerate(self._places):
+        for number, (name, budget, places) in enumerate(self._places):
             first, last = max(start, places.start), min(end, places.stop)
             if first < last:
                 if number not in self._vectors:
-                    self._vectors[number] = self._see(self._images[number].pixels, budget)
+                    image = self._images[number]
+                    self._vectors[number] = self._see(name, image, budget, len(places))
                 parts.append(self._vectors[number][first - places.start : last - places.start])
         return np.concatenate(parts) if parts else None

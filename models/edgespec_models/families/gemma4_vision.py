@@ -275,7 +275,9 @@ def _embedder_from_gguf(
     keys: Facts, shapes: Mapping[str, tuple[int, ...]], config: Transformer, ids: Mapping[str, int]
 ) -> Tower | None:
     shared = _shared_in_gguf(keys, shapes, config, ids)
-    return None if shared is None else Gemma4Embedder(architecture=GEMMA4_EMBEDDER.name, **shared)
+    if shared is None or "v.patch_norm.1.weight" not in shapes:
+        return None
+    return Gemma4Embedder(architecture=GEMMA4_EMBEDDER.name, **shared)
 
 
 def _shared_in_gguf(
