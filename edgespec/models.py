@@ -126,7 +126,7 @@ class Models(InProcess):
         arguments: Mapping[str, Any] = named if isinstance(named, Mapping) else {"target": named}
         options = arguments.get("options") or LoadOptions()
         with suppress(EdgespecError):
-            found = look_up(arguments["target"], "target", options.weights, options.adapters)
+            found = look_up(arguments["target"], "target", options.weights, options.adapters, options.mmproj)
             if isinstance(found, Bundle) and options.chat_template is not None:
                 found.use_template(options.chat_template)
             return None if isinstance(found, HubName) else found

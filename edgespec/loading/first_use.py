@@ -44,6 +44,7 @@ class Wanted(Checked):
     device: ExportDevice | None
     target: Path | None = None
     adapters: tuple[str, ...] = ()
+    mmproj: Path | None = None
 
     def check(self) -> None:
         """Raise the RequestError that an export would raise, but before anything is pulled."""
@@ -67,6 +68,8 @@ class Wanted(Checked):
 
             marks = [(mark_of(path), scale) for path, scale in map(adapter_of, self.adapters)]
             mark = f"{mark}-{hashlib.sha256(repr(marks).encode()).hexdigest()[:8]}"
+        if self.mmproj is not None:
+            mark = f"{mark}-{mark_of(self.mmproj)}"
         recipe = RECIPES[self.device]
         return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
@@ -78,8 +81,10 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     """
     is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
-        if wanted.adapters:
-            raise RequestError(f"{path} is no model's source, into which exports merge adapters; give that")
+        if wanted.adapters or wanted.mmproj:
+            raise RequestError(
+                f"{path} is no model's source, into which exports merge adapters and an mmproj file; give that"
+            )
         return open_bundle(path)
     if is_folder or is_file(path) or path.suffix.lower() == ".gguf":
         if not path.exists():
@@ -283,6 +288,7 @@ def _export(
         alignment=alignment,
         target=wanted.target,
         adapters=wanted.adapters,
+        mmproj=wanted.mmproj,
     )
     lock = folder.with_name(f".{folder.name}.lock")
     with writing(folder):

@@ -47,6 +47,7 @@ def plan(
     context: Annotated[int, within(1)] | None = None,
     weights: str | None = None,
     adapters: tuple[str, ...] = (),
+    mmproj: Path | None = None,
     kv: str = "16bit",
 ) -> Plan:
     """Plan the memory and disk space of a target and its drafter; nothing is pulled, exported or loaded.
@@ -58,6 +59,7 @@ def plan(
         context: tokens of a text to plan for besides 2,048, 8,192, 32,768 and the model's whole context.
         weights: policy of exports, as in :class:`edgespec.LoadOptions`.
         adapters: adapters of the target, as there.
+        mmproj: the file of the target's tower, as there.
         kv: bits of keys and values, as there.
 
     Returns:
@@ -68,8 +70,8 @@ def plan(
         RequestError: a context longer than the model's, a model of the hub that was not pulled.
         EdgespecError: a model that cannot be found, read or exported.
     """
-    located = look_up(target, "target", weights, adapters)
-    first = footprint(located, "target", weights, adapters=adapters)
+    located = look_up(target, "target", weights, adapters, mmproj)
+    first = footprint(located, "target", weights, adapters=adapters, mmproj=mmproj)
     if adapters:
         first = replace(first, name=" + ".join((first.name, *adapters)))
     if drafter == "auto":
@@ -105,7 +107,11 @@ def in_8_bits(model: Footprint) -> Footprint:
 
 
 def look_up(
-    reference: Reference, role: Role, weights: str | None, adapters: tuple[str, ...] = ()
+    reference: Reference,
+    role: Role,
+    weights: str | None,
+    adapters: tuple[str, ...] = (),
+    mmproj: Path | None = None,
 ) -> Found | HubName:
     """Find what :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
     path: Path | None = Path(reference)
@@ -119,7 +125,8 @@ def look_up(
             f"{reference} is not on this machine, and a plan needs its files; run 'edgespec pull "
             f"{reference}' first"
         )
-    return first_use.look_up(path, str(reference), Wanted(role, weights, None, adapters=adapters))
+    wanted = Wanted(role, weights, None, adapters=adapters, mmproj=mmproj)
+    return first_use.look_up(path, str(reference), wanted)
 
 
 def recommended(
@@ -157,14 +164,16 @@ def footprint(
     weights: str | None = None,
     target: Path | None = None,
     adapters: tuple[str, ...] = (),
+    mmproj: Path | None = None,
 ) -> Footprint:
     """The footprint of a model of :func:`look_up`, with the same ``weights``. A head has a ``target``."""
     if isinstance(model, Bundle):
         return footprint_of(model, exact_rows=role == "target")
     if isinstance(model, Path):
-        return _of_checkpoint(name_of(model, target), model, role, weights, target, adapters)
+        return _of_checkpoint(name_of(model, target), model, role, weights, target, adapters, mmproj)
     if isinstance(model, CatalogueEntry) and is_pulled(model):
-        return _of_checkpoint(model.name, model_path(model), role, weights, adapters=adapters)
+        path = model_path(model)
+        return _of_checkpoint(model.name, path, role, weights, adapters=adapters, mmproj=mmproj)
     config, size = _config_of(model), model.size_bytes  # as its weights, because an export keeps them
     return _planned(
         model.name, _with_kept(config, weights), (role, weights), _spread(config, size), (size, size)
@@ -200,16 +209,21 @@ def _of_checkpoint(
     weights: str | None,
     target: Path | None = None,
     adapters: tuple[str, ...] = (),
+    mmproj: Path | None = None,
 ) -> Footprint:
     """The footprint of the export of a checkpoint on this machine."""
+    from edgespec_export.graphs.tower import tower_bytes
     from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.open import is_head, open_checkpoint
 
     is_draft = role == "drafter" and is_head(source, target)
-    with open_checkpoint(source, target if is_draft else None, adapters) as checkpoint:
+    with open_checkpoint(source, target if is_draft else None, adapters, mmproj) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, weights)
-        config = checkpoint.config
-    return _planned(name, _with_kept(config, weights), (role, weights), by_class, (0, file_bytes))
+        config, sees = checkpoint.config, role == "target" and _is_native(weights)
+        tower = tower_bytes(checkpoint.tower[0]) if sees and checkpoint.tower is not None else 0
+    sizes = 0, file_bytes + tower
+    made = _planned(name, _with_kept(config, weights), (role, weights), by_class, sizes)
+    return replace(made, working_bytes=made.working_bytes + tower)
 
 
 def _config_of(model: CatalogueEntry | HubName) -> Transformer:

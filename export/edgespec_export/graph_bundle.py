@@ -158,7 +158,7 @@ def _write(
 def _open(source: Path, options: ExportOptions) -> Checkpoint:
     """The checkpoint of a head, or of a model with its alignment or adapters."""
     if options.alignment is None:
-        return open_checkpoint(source, options.target, options.adapters)
+        return open_checkpoint(source, options.target, options.adapters, options.mmproj)
     return open_aligned(source, options.alignment)
 
 
@@ -173,7 +173,10 @@ def _plan(
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )
-    if checkpoint.tower is None or not options.native or options.role != "target":
+    if checkpoint.tower is None or options.role != "target":
+        return plan
+    if not options.native:
+        checkpoint.warn_of_blindness()
         return plan
     return replace(plan, pictures=True, whole_pictures=checkpoint.tower[0].whole)
 

@@ -18,6 +18,11 @@ from edgespec_models.files.tensors import FLOATS, GGMLType, Tensor
 from edgespec_models.graphs.tower import TILES, build_tower, padded
 
 
+def tower_bytes(tower: Tower) -> int:
+    """Bytes of a tower's weights on disk."""
+    return allocate(build_tower(tower)[0], Path(), VISION_DATA)[1]
+
+
 def write_tower(
     tower: Tower, tensors: Mapping[str, Tensor], folder: Path, *, exact: bool = False
 ) -> ir.Model:
