@@ -135,6 +135,11 @@ def tower_of(facts: Facts) -> Tower | None:
     return next((family.read(facts) for family in TOWERS if family.hub == kind), None)
 
 
+def sees_in_gguf(architecture: object) -> bool:
+    """Whether models that GGUF files call ``architecture`` may have a tower that edgespec runs."""
+    return any(architecture in family.models for family in TOWERS)
+
+
 def tower_named(name: object) -> type[Tower] | None:
     """The towers that manifests call ``name``; None without such."""
     return next((family.tower for family in TOWERS if family.name == name), None)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from edgespec_models.decoders.config import Count
 from edgespec_models.decoders.transformer import Transformer
-from edgespec_models.families.gemma4 import Gemma4
+from edgespec_models.families.gemma4 import GEMMA4, Gemma4
 from edgespec_models.families.towers import Operations, Pixels, Tower, TowerFamily, patches
 from edgespec_models.files.facts import Facts
 
@@ -310,6 +310,7 @@ GEMMA4_VISION = TowerFamily(
     name="gemma4_vision",
     hub="gemma4_vision",
     gguf="gemma4v",
+    models=(GEMMA4.gguf,),
     tower=Gemma4Tower,
     names={
         f"{_TOWER}patch_embedder.input_proj": "v.patch_embd",
@@ -334,6 +335,7 @@ GEMMA4_EMBEDDER = TowerFamily(
     name="gemma4_unified_vision",
     hub="gemma4_unified_vision",
     gguf="gemma4uv",
+    models=(GEMMA4.gguf,),
     tower=Gemma4Embedder,
     names={
         f"{_EMBEDDER}patch_dense": "v.patch_embd",

@@ -113,6 +113,7 @@ class TowerFamily(NamedTuple):
         name: the family in manifests.
         hub: ``model_type`` of ``vision_config`` in a ``config.json``.
         gguf: the projector's type in GGUF files.
+        models: architectures, as GGUF files call them, of the models that it sees for.
         tower: its facts and its graph.
         names: parts of parameters' names and those of GGUF files, which replace them one after the other.
         read: from a ``config.json`` to the tower; None if edgespec runs the model as text alone.
@@ -123,6 +124,7 @@ class TowerFamily(NamedTuple):
     name: str
     hub: str
     gguf: str
+    models: tuple[str, ...]
     tower: type[Tower]
     names: Mapping[str, str]
     read: Callable[[Facts], Tower | None]
