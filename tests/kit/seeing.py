@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.kit.gguf import TinyGGUF
 from tests.kit.hf import Tensors, config_of, drawn, weights, write_directory
 from tests.kit.tokenizers import byte_level_json
 
@@ -48,6 +49,9 @@ def picture(number: int) -> npt.NDArray[np.uint8]:
     soft = 96 + 64 * np.sin(rows / (5 + number)) * np.cos(columns / 7 + colours)
     made: npt.NDArray[np.uint8] = (soft + raw.reshape(high, wide, 3)).astype(np.uint8)
     return made
+
+
+_ENDS = ("weight", "bias")
 
 
 def config(kind: str = "seeing", **vision: Any) -> dict[str, Any]:
@@ -155,6 +159,63 @@ def _embedder_tensors(facts: dict[str, Any]) -> Tensors:
     for name, size in (("patch_ln1", area), ("patch_ln2", width), ("pos_norm", width)):
         shapes |= {f"vision_embedder.{name}.{kind}": (size,) for kind in ("weight", "bias")}
     return drawn(shapes, 5)
+
+
+_NAMES = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    **{f"self_attn.{kind}_proj": f"attn_{kind}" for kind in "qkv"},
+    **{f"self_attn.{kind}_norm": f"attn_{kind}_norm" for kind in "qk"},
+    "self_attn.o_proj": "attn_out",
+    **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+}
+_OUTER = {
+    "vision_tower.patch_embedder.input_proj.weight": "v.patch_embd.weight",
+    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+    "vision_tower.std_bias": "v.std_bias",
+    "vision_tower.std_scale": "v.std_scale",
+    "vision_embedder.patch_dense.weight": "v.patch_embd.weight",
+    "vision_embedder.patch_dense.bias": "v.patch_embd.bias",
+    "vision_embedder.pos_embedding": "v.position_embd.weight",
+    **{f"vision_embedder.patch_ln{n}.{kind}": f"v.patch_norm.{n}.{kind}" for n in (1, 2) for kind in _ENDS},
+    **{f"vision_embedder.pos_norm.{kind}": f"v.patch_norm.3.{kind}" for kind in _ENDS},
+    "embed_vision.embedding_projection.weight": "mm.input_projection.weight",
+}
+
+
+def mmproj(kind: str = "seeing", **changed: object) -> TinyGGUF:
+    """The tower as llama.cpp's converter writes it."""
+    facts = config(kind)["vision_config"]
+    merged = kind == "embedder"
+    sizes = {
+        "projection_dim": WIDTH,
+        "embedding_length": facts["mm_embed_dim" if merged else "hidden_size"],
+        "feed_forward_length": 0 if merged else facts["intermediate_size"],
+        "block_count": 0 if merged else facts["num_hidden_layers"],
+        "attention.head_count": 0 if merged else facts["num_attention_heads"],
+        "attention.layer_norm_epsilon": facts["rms_norm_eps"],
+        "patch_size": facts["patch_size"],
+        "projector_type": "gemma4uv" if merged else "gemma4v",
+        **changed,
+    }
+    file = TinyGGUF("clip", {f"clip.vision.{key}": value for key, value in sizes.items()})
+    side = facts["patch_size"] * (3 if merged else 1)
+    for name, values in tower_tensors(facts).items():
+        layer, _, rest = name.replace(".linear.", ".").partition("encoder.layers.")[2].partition(".")
+        part, _, end = rest.rpartition(".")
+        stored = _OUTER.get(name, f"v.blk.{layer}.{_NAMES.get(part)}.{end}")
+        file.tensors[stored] = "F32", np.atleast_1d(values)
+    squares = ["v.patch_embd.weight", *["v.patch_norm.1.weight", "v.patch_norm.1.bias"] * merged]
+    for name in squares:  # colour by colour
+        values = file.tensors[name][1]
+        apart = values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+        file.tensors[name] = "F32", np.ascontiguousarray(apart.reshape(values.shape) if merged else apart)
+    if merged:
+        table = file.tensors["v.position_embd.weight"][1]
+        file.tensors["v.position_embd.weight"] = "F32", np.ascontiguousarray(table.transpose(1, 0, 2))
+    return file
 
 
 def write(folder: Path, kind: str = "seeing", **vision: Any) -> Path:

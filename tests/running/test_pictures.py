@@ -22,17 +22,17 @@ from edgespec.asking.images import read_image
 from edgespec.asking.pictures import Pictures
 from edgespec.engine import LoadOptions, Model, load
 from edgespec.loading.footprint import footprint_of
+from edgespec.loading.planning import plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs.tower import write_tower
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import BundleError, ModelFileError, RequestError
+from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError
 from edgespec_models.families.towers import Tower
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.vision import VisionSession
 from tests.kit import seeing
-from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import drawn, weights, write_directory
 
@@ -290,75 +290,81 @@ def test_with_text_alone_it_is_the_model_without_eyes(bundle: Bundle, tmp_path: 
             np.testing.assert_array_equal(sees.predict(text).logits, reads.predict(text).logits)
 
 
-_NAMES = {
-    "input_layernorm": "ln1",
-    "post_attention_layernorm": "attn_post_norm",
-    "pre_feedforward_layernorm": "ln2",
-    "post_feedforward_layernorm": "ffn_post_norm",
-    **{f"self_attn.{kind}_proj": f"attn_{kind}" for kind in "qkv"},
-    **{f"self_attn.{kind}_norm": f"attn_{kind}_norm" for kind in "qk"},
-    "self_attn.o_proj": "attn_out",
-    **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
-}
-
-
-def write_mmproj(path: Path, **changed: object) -> Path:
-    """The tower as llama.cpp's converter writes it."""
-    facts = seeing.config()["vision_config"]
-    sizes = {
-        "projection_dim": seeing.WIDTH,
-        "embedding_length": facts["hidden_size"],
-        "feed_forward_length": facts["intermediate_size"],
-        "block_count": facts["num_hidden_layers"],
-        "attention.head_count": facts["num_attention_heads"],
-        "attention.layer_norm_epsilon": facts["rms_norm_eps"],
-        "patch_size": facts["patch_size"],
-        "projector_type": "gemma4v",
-        **changed,
-    }
-    file = TinyGGUF("clip", {f"clip.vision.{key}": value for key, value in sizes.items()})
-    side = facts["patch_size"]
-    for name, values in seeing.tower_tensors(facts).items():
-        layer, _, rest = name.replace(".linear.", ".").partition("encoder.layers.")[2].partition(".")
-        kind, _, end = rest.rpartition(".")
-        stored = f"v.blk.{layer}.{_NAMES.get(kind)}.{end}"
-        if name.endswith("input_proj.weight"):
-            stored = "v.patch_embd.weight"
-        elif name.endswith("table"):
-            stored = "v.position_embd.weight"
-        elif name.startswith("embed_vision"):
-            stored = "mm.input_projection.weight"
-        file.tensors[stored] = "F32", np.atleast_1d(values)
-    patches = file.tensors["v.patch_embd.weight"][1].reshape(-1, side, side, 3)
-    file.tensors["v.patch_embd.weight"] = "F32", np.ascontiguousarray(patches.transpose(0, 3, 1, 2))
-    return file.write(path)
-
-
-def write_text_model(path: Path) -> Path:
-    text = gguf_of("gemma4")
+def write_text_model(path: Path, case: str = "gemma4") -> Path:
+    text = gguf_of(case)
     tokens = cast("list[str]", text.metadata["tokenizer.ggml.tokens"])
     tokens[seeing.BEGIN : seeing.END + 1] = seeing.SPECIALS[seeing.BEGIN :]
     return text.write(path)
 
 
+def sees_alike(bundle: Bundle, kind: str) -> None:
+    """Its vectors are those of the golden, and it is told of pictures as the directory's bundle is."""
+    tower = cast("Tower", bundle.manifest.vision)
+    told = tower.marker, tower.around, tower.whole
+    assert told == (seeing.MARKER, (seeing.BEGIN, seeing.END), kind != "seeing")
+    session = VisionSession(bundle, ONE)
+    for number in PICTURES:
+        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDENS[kind][f"vectors_{number}"]
+        assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
+
+
 def test_a_tower_in_a_file_beside_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The most alike by name, of those that fit. One that is damaged is named."""
     source = write_text_model(tmp_path / "tiny-Q8_0.gguf")
-    write_mmproj(tmp_path / "mmproj-a-wide.gguf", projection_dim=128)
-    write_mmproj(tmp_path / "mmproj-other.gguf", projector_type="gemma4uv")
+    seeing.mmproj(projection_dim=128).write(tmp_path / "mmproj-a-wide.gguf")
+    seeing.mmproj(projector_type="gemma4uv").write(tmp_path / "mmproj-other.gguf")
     (tmp_path / "mmproj-tiny-Q8_0.gguf").write_bytes(b"GGUF, cut off")
     export_model(source, tmp_path / "blind")
     assert not Bundle(tmp_path / "blind").reads_images
     assert "mmproj-tiny-Q8_0.gguf is left out: " in caplog.text
-    write_mmproj(tmp_path / "mmproj-tiny-F16.gguf")
+    seeing.mmproj().write(tmp_path / "mmproj-tiny-F16.gguf")
     export_model(source, tmp_path / "sees")
-    bundle = Bundle(tmp_path / "sees")
-    tower = cast("Tower", bundle.manifest.vision)
-    assert (tower.marker, tower.around) == (seeing.MARKER, (seeing.BEGIN, seeing.END))
-    session = VisionSession(bundle, ONE)
-    for number in PICTURES:
-        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDEN[f"vectors_{number}"]
-        assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
+    sees_alike(Bundle(tmp_path / "sees"), "seeing")
+
+
+def test_a_tower_in_a_file_that_is_named(kind: str, tmp_path: Path) -> None:
+    source = write_text_model(tmp_path / "tiny.gguf", "gemma4" if kind == "seeing" else "gemma4_tied")
+    (tmp_path / "elsewhere").mkdir()
+    named = seeing.mmproj(kind).write(tmp_path / "elsewhere/tower.gguf")
+    with load(source, None, options=LoadOptions(threads=1, mmproj=named)) as opened:
+        assert opened.reads_images
+        sees_alike(opened.target, kind)
+    with load(source, None, options=OPTIONS) as opened:
+        assert not opened.reads_images
+    seen, blind = (plan(source, None, mmproj=mmproj).target for mmproj in (named, None))
+    assert seen.working_bytes > blind.working_bytes
+
+
+def test_named_towers_that_do_not_fit_are_refused(source: Path, bundle: Bundle, tmp_path: Path) -> None:
+    model = write_text_model(tmp_path / "tiny.gguf")
+    good = seeing.mmproj().write(tmp_path / "good.gguf")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF, cut off")
+    wide = seeing.mmproj(projection_dim=128).write(tmp_path / "wide.gguf")
+    cases: list[tuple[Path, ExportOptions, str]] = [
+        (model, ExportOptions(mmproj=tmp_path / "cut.gguf"), "cut.gguf has GGUF version"),
+        (model, ExportOptions(mmproj=wide), "has no tower that edgespec runs with tiny.gguf; give the mmproj"),
+        (model, ExportOptions(mmproj=model), "has no tower"),
+        (model, ExportOptions(mmproj=tmp_path / "none.gguf"), "none.gguf"),
+        (source, ExportOptions(mmproj=good), "is a directory or a head; leave out mmproj"),
+        (model, ExportOptions(mmproj=good, weights="portable"), "mmproj is for targets on edgespec's own"),
+        (model, ExportOptions(mmproj=good, role="drafter"), "mmproj is for targets on edgespec's own"),
+        (model, ExportOptions(mmproj=good, device="cuda"), "mmproj is for targets on edgespec's own"),
+    ]
+    for path, options, problem in cases:
+        with pytest.raises(EdgespecError, match=problem):
+            export_model(path, tmp_path / "bundle", options=options)
+    with pytest.raises(RequestError, match="no model's source"):
+        load(bundle.path, None, options=LoadOptions(mmproj=good))
+
+
+def test_exports_for_other_operators_say_that_they_are_blind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export_model(
+        seeing.write(tmp_path / "s", "whole"), tmp_path / "bundle", options=ExportOptions(weights="portable")
+    )
+    assert not Bundle(tmp_path / "bundle").reads_images
+    assert "pictures need edgespec's own kernels" in caplog.text
 
 
 @settings(max_examples=200, deadline=None)
