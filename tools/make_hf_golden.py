@@ -275,6 +275,21 @@ def compare(folder: Path, llama_cpp: Path, cases: Iterable[str]) -> None:
         print(f"{case}: {'; '.join(differences(gguf_of(case), made)) or 'the same'}")
 
 
+def compare_towers(folder: Path, llama_cpp: Path) -> None:
+    """Say where the converter's files of towers differ from the tests'."""
+    for kind in seeing.KINDS:
+        source = seeing.write(folder / f"{kind}-tower", kind)
+        facts = json.loads((source / "config.json").read_text())
+        if kind == "embedder":  # it wants one of sound
+            facts["audio_config"] = {"audio_embed_dim": 64}
+        (source / "config.json").write_text(json.dumps(facts))
+        told = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+        (source / "preprocessor_config.json").write_text(json.dumps(told))
+        made = folder / f"mmproj-{kind}.gguf"
+        convert(llama_cpp, source, made, "--mmproj")
+        print(f"{kind}: {'; '.join(differences(seeing.mmproj(kind), made)) or 'the same'}")
+
+
 def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:
     """What a converted file states otherwise than the tests' file, or not at all."""
     theirs = GGUFReader(made)
@@ -302,6 +317,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.llama_cpp is not None:
             compare(Path(folder), args.llama_cpp, args.cases or GGUF_CASES)
+            compare_towers(Path(folder), args.llama_cpp)
         elif args.cases:
             store(Path(folder), args.cases)
         else:

@@ -68,7 +68,7 @@ def config(kind: str = "seeing", **vision: Any) -> dict[str, Any]:
     if kind == "embedder":
         model = "gemma4_unified"
     else:
-        tower = {**_TOWER, **(OTHER if kind == "whole" else {})}
+        tower = {**_TOWER, **({**OTHER, "intermediate_size": 90} if kind == "whole" else {})}  # no 32s
     text["model_type"] = f"{model}_text"
     return {
         "architectures": [f"Gemma4{'Unified' * (kind == 'embedder')}ForConditionalGeneration"],
