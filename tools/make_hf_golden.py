@@ -193,7 +193,7 @@ def store_seeing(folder: Path, kind: str) -> None:
     seen = [processor(images=[seeing.picture(n)], return_tensors="pt") for n in range(len(seeing.SIZES))]
     counts = [int(picture["num_soft_tokens_per_image"][0]) for picture in seen]
     if kind == "seeing":
-        other = seeing.write(folder / "other", **seeing.OTHER)
+        other = seeing.write(folder / "other", kind, **seeing.OTHER)
         towers["other"] = auto.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for number, picture in enumerate(seen):

@@ -83,7 +83,7 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     if path.is_dir() and (is_model(path) or not is_folder):
         if wanted.adapters or wanted.mmproj:
             raise RequestError(
-                f"{path} is no model's source, into which exports merge adapters and an mmproj file; give that"
+                f"{path} is no model's source, which exports read with adapters and an mmproj file; give that"
             )
         return open_bundle(path)
     if is_folder or is_file(path) or path.suffix.lower() == ".gguf":

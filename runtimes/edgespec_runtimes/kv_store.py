@@ -186,8 +186,8 @@ class KvStore:
     ) -> Floats:
         """The vectors of a picture, float32 of this shape; ``make`` is called if they are not kept.
 
-        ``picture`` names the pixels, the tower, and what else decides the vectors. With ``on_disk`` also those
-        of other processes count, and they are written later.
+        ``picture`` names the pixels, the tower, and what else decides the vectors. With ``on_disk`` also
+        those of other processes count, and they are written later.
         """
         place, size = _BlockKey(model, f"picture {picture}", ()), 4 * shape[0] * shape[1]
         files = self._files if on_disk and model.prompt_key else None
@@ -195,9 +195,9 @@ class KvStore:
         self.nbytes -= 0 if saved is None else size
         if saved is None and files is not None and files.has(model.prompt_key, place.name):
             saved = files.read(model.prompt_key, place.name, size)
-        vectors = make() if saved is None else np.frombuffer(saved, np.float32).reshape(shape)
+        vectors = make() if saved is None else np.frombuffer(bytes(saved), np.float32).reshape(shape)
         if size <= self._budget and self._make_room(size):
-            self._blocks[place] = memoryview(np.ascontiguousarray(vectors, np.float32)).cast("B")
+            self._blocks[place] = memoryview(vectors.tobytes())
             self.nbytes += size
             if files is not None:
                 self._pictures = [*(other for other in self._pictures if other != place), place]
@@ -216,10 +216,7 @@ class KvStore:
             self._unwritten.pop()
         while self._pictures and self._files is not None:
             place = self._pictures[-1]
-            held = self._blocks.get(place)
-            if held is not None and not self._files.write(
-                place.model.prompt_key, [place.name], lambda _, held=held: bytes(held), stop
-            ):
+            if not self._write_contents(place.model, [(place.name, partial(self._blocks.get, place))], stop):
                 return
             self._pictures.pop()
 
@@ -365,15 +362,22 @@ class KvStore:
             is_there = self._files.has(place.model.prompt_key, checkpoint.name)
             if is_there or (checkpoint in self._blocks and checkpoint not in self._private):
                 contents.append((checkpoint.name, partial(self._blocks.get, checkpoint)))
-        if not contents:
-            return True
-        names = [name for name, _ in contents]
+        return not contents or self._write_contents(text[0].model, contents, stop)
+
+    def _write_contents(
+        self,
+        model: LoadedModel,
+        contents: Sequence[tuple[str, Callable[[], Saved | None]]],
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Write blocks by their names; False if ``stop`` returned True."""
+        assert self._files is not None  # or nothing is to be written
 
         def content(at: int) -> bytes | None:
             saved = contents[at][1]()
             return None if saved is None else bytes(saved)
 
-        return self._files.write(text[0].model.prompt_key, names, content, stop)
+        return self._files.write(model.prompt_key, [name for name, _ in contents], content, stop)
 
 
 def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_BlockKey]:

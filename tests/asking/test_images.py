@@ -303,7 +303,7 @@ def test_a_model_that_reads_no_images_says_so_before_it_looks(tmp_path: Path) ->
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    _fails(b"", 'is a picture, and reading it needs PIL')
+    _fails(b"", "is a picture, and reading it needs PIL")
     _fails(b"", 'pip install "edgespec[images]"')
 
 

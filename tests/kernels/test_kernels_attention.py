@@ -57,7 +57,8 @@ class Layer:
         values: tuple[Any, ...] = (packed, cache.keys, cache.values, sequence, blocks, *tables)
         values += self.query_gain, self.key_gain, self.sinks
         if self.later is not None:
-            values += None, None, cache.length + 1 + np.arange(packed.shape[1]) + self.later[: packed.shape[1]]
+            rows = np.arange(packed.shape[1])
+            values += None, None, cache.length + 1 + rows + self.later[: len(rows)]
         named = zip(inputs_of("Attention"), values, strict=False)  # no injected keys and values
         return {name: value for name, value in named if value is not None}
 

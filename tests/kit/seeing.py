@@ -38,7 +38,7 @@ EOS = 1
 OTHER = {"use_clipped_linears": False, "standardize": True}
 """Facts of another tower."""
 KINDS = ("seeing", "whole", "embedder")
-"""Like E2B; like 26B and 31B, where rows of a picture see each other; like 12B, which has no tower besides."""
+"""Like E2B; like 26B and 31B, where rows of a picture see each other; like 12B, which has no tower."""
 
 
 def picture(number: int) -> npt.NDArray[np.uint8]:

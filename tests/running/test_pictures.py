@@ -211,7 +211,9 @@ def test_a_known_picture_is_not_seen_again_after_a_restart(
     assert after.stats.cached_tokens >= before.stats.prompt_tokens - 32
 
 
-def test_pictures_of_private_requests_are_not_written(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_of_private_requests_are_not_written(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     question, options = messages(*seeing.PROMPTS[3]), LoadOptions(threads=1)
     with load(bundle.path, None, options=options) as opened:
         opened.forget()
@@ -342,7 +344,7 @@ def test_named_towers_that_do_not_fit_are_refused(source: Path, bundle: Bundle, 
     wide = seeing.mmproj(projection_dim=128).write(tmp_path / "wide.gguf")
     cases: list[tuple[Path, ExportOptions, str]] = [
         (model, ExportOptions(mmproj=tmp_path / "cut.gguf"), "cut.gguf has GGUF version"),
-        (model, ExportOptions(mmproj=wide), "has no tower that edgespec runs with tiny.gguf; give the mmproj"),
+        (model, ExportOptions(mmproj=wide), "has no tower that edgespec runs with tiny.gguf; give the"),
         (model, ExportOptions(mmproj=model), "has no tower"),
         (model, ExportOptions(mmproj=tmp_path / "none.gguf"), "none.gguf"),
         (source, ExportOptions(mmproj=good), "is a directory or a head; leave out mmproj"),

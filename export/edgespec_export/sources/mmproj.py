@@ -38,8 +38,8 @@ def tower_for(
         made = _read(open_parts(named, stack), config, tokens)
         if made is None:
             raise UnsupportedModelError(
-                f"{named} has no tower that edgespec runs with {path.name}; give the mmproj file of this model, "
-                f"of one of these kinds: {', '.join(family.gguf for family in TOWERS)}"
+                f"{named} has no tower that edgespec runs with {path.name}; give the mmproj file of this "
+                f"model, of one of these kinds: {', '.join(family.gguf for family in TOWERS)}"
             )
         return *made, named
 

@@ -5,9 +5,11 @@ A pull fetches the files that an export reads, by their names: configuration, to
 safetensors. It never fetches code, and a pickle only for an EAGLE-3 head in no other form, from which torch
 reads nothing but tensors. With a GGUF file of a model that edgespec lets see comes the ``mmproj`` file beside
 it: that in Q8_0, which takes least and has what exports keep, else BF16, F16 or another; of several models'
-the one with the name most like the model's. Every file has the digest in the hub's listing: SHA-256 for large files, git's
-SHA-1 for small ones. A snapshot lies under ``EDGESPEC_HOME`` in ``hub/models--OWNER--REPO/snapshots/COMMIT``;
-``pulled/`` beside it records complete pulls, which need no network any more.
+the one with the name most like the model's.
+
+Every file has the digest in the hub's listing: SHA-256 for large files, git's SHA-1 for small ones. A
+snapshot lies under ``EDGESPEC_HOME`` in ``hub/models--OWNER--REPO/snapshots/COMMIT``; ``pulled/`` beside it
+records complete pulls, which need no network any more.
 """
 
 import json

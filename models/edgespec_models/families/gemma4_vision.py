@@ -35,8 +35,8 @@ class _Gemma4Pictures(Tower):
         patch: side of a patch in pixels.
         pool: side of the square of patches that becomes a vector.
         positions: positions of a side in the table.
-        in_gguf: whether weights are for patches whose values lie colour by colour, as in GGUF files, where the
-            embedder's two tables lie one behind the other.
+        in_gguf: whether weights are for patches whose values lie colour by colour, as in GGUF files. There
+            the embedder's two tables lie one behind the other.
         epsilon: epsilon of RMS norms.
     """
 
@@ -69,8 +69,8 @@ class _Gemma4Pictures(Tower):
         """The values of squares (n, side, side, 3), from 0 to 1: (1, n, 3 * side * side)."""
         if self.in_gguf:
             squares = squares.transpose(0, 3, 1, 2)
-        values: npt.NDArray[np.float32] = (squares.reshape(1, len(squares), -1) * (1 / 255)).astype(np.float32)
-        return values
+        values: npt.NDArray[np.float32] = squares.reshape(1, len(squares), -1) * (1 / 255)
+        return values.astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

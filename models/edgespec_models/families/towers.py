@@ -56,7 +56,7 @@ class Operations(ABC):
         return self.op("SimplifiedLayerNormalization", x, gain, axis=-1, epsilon=epsilon, stash_type=1)
 
     def layer_norm(self, x: Any, width: int, name: str, *, epsilon: float) -> Any:
-        """``x`` less its mean, over the root of its variance, times the gain ``name.weight``, plus its bias."""
+        """``x`` less its mean, over the root of its variance, times ``name.weight``, plus ``name.bias``."""
         gain, bias = (self.parameter(f"{name}.{kind}", width) for kind in ("weight", "bias"))
         return self.op("LayerNormalization", x, gain, bias, axis=-1, epsilon=epsilon)
 
