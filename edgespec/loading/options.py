@@ -49,8 +49,7 @@ class LoadOptions(Checked):
         chat_template: A file with a Jinja chat template for the target, in place of the model's own.
         adapters: LoRA adapters that the target's export merges into its weights, each ``PATH`` or
             ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
-        mmproj: The GGUF file (``mmproj-*.gguf``) of the tower by which a target in a GGUF file sees. Without
-            it one beside the target's file is taken.
+        mmproj: The file of the tower by which a target in a GGUF file sees; None takes one beside it.
         image_tokens: Tokens of each picture in a prompt. None leaves them to the model and the ``detail``.
     """
 
