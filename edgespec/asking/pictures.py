@@ -10,7 +10,7 @@ import numpy.typing as npt
 from edgespec.asking.images import Image
 from edgespec_models.bundles.bundle import VISION_DATA, Bundle
 from edgespec_models.errors import RequestError
-from edgespec_models.families.towers import Tower
+from edgespec_models.families.towers import Tower, View
 
 _Vectors = npt.NDArray[np.float32]
 _NAMES = 1 << 62
@@ -53,14 +53,14 @@ def with_markers(bundle: Bundle, tokens: list[int], messages: Sequence[Mapping[s
             "give pictures in messages of the user",
             "messages",
         )
-    rows = iter([tower.tokens(_rows(tower, image)[1]) for image in images])
+    rows = iter([tower.tokens(_views(tower, image)[1]) for image in images])
     return [id_ for token in tokens for id_ in (next(rows) if token == tower.marker else [token])]
 
 
-def _rows(tower: Tower, image: Image) -> tuple[int, int]:
-    """A picture's budget, and the number of its rows."""
+def _views(tower: Tower, image: Image) -> tuple[int, Sequence[View]]:
+    """A picture's budget, and its views."""
     budget = tower.budget(image.detail, image.image_tokens)
-    return budget, tower.count(tower.size(image.shape, budget))
+    return budget, tower.views(image.shape, budget)
 
 
 class Pictures:
@@ -87,17 +87,23 @@ class Pictures:
         assert tower is not None  # or its prompts would have no pictures
         self.tokens, self._see, self._images = [*tokens], see, images
         made_by = f"{bundle.manifest.files[VISION_DATA].sha256} {tower}"
-        self._places, self._vectors = list[tuple[str, int, range]](), dict[int, _Vectors]()
+        self._known = list[tuple[str, int, int]]()  # of each picture: its name, budget and rows
+        self._places = list[tuple[int, int, range]]()  # of each view: picture, its first row there, and here
+        self._vectors = dict[int, _Vectors]()
         self._whole = tower.whole
         end = 0
-        for image in images:
-            budget, count = _rows(tower, image)
+        for number, image in enumerate(images):
+            budget, views = _views(tower, image)
             name = hashlib.sha256(f"{made_by} {image.digest} {budget}".encode())
             first = int.from_bytes(name.digest()[:8], "little") % _NAMES
-            start = self.tokens.index(tower.marker, end)
-            end = start + count
-            self.tokens[start:end] = [-1 - first - row for row in range(count)]
-            self._places.append((name.hexdigest(), budget, range(start, end)))
+            row = 0
+            for view in views:
+                start, count = self.tokens.index(tower.marker, end), tower.count(view.extent)
+                end = start + count
+                self.tokens[start:end] = [-1 - first - row for row in range(row, row + count)]
+                self._places.append((number, row, range(start, end)))
+                row += count
+            self._known.append((name.hexdigest(), budget, row))
 
     def end(self, start: int, end: int) -> int:
         """Where a pass over the rows from ``start`` ends that has room up to ``end``.
@@ -116,11 +122,12 @@ class Pictures:
         Raises as :meth:`edgespec_runtimes.vision.VisionSession.vectors` does.
         """
         parts = list[_Vectors]()
-        for number, (name, budget, places) in enumerate(self._places):
+        for number, row, places in self._places:
             first, last = max(start, places.start), min(end, places.stop)
             if first < last:
                 if number not in self._vectors:
-                    image = self._images[number]
-                    self._vectors[number] = self._see(name, image, budget, len(places))
-                parts.append(self._vectors[number][first - places.start : last - places.start])
+                    name, budget, rows = self._known[number]
+                    self._vectors[number] = self._see(name, self._images[number], budget, rows)
+                behind = row - places.start
+                parts.append(self._vectors[number][behind + first : behind + last])
         return np.concatenate(parts) if parts else None

@@ -5,7 +5,7 @@ them, in one :class:`~edgespec_models.families.family.Family` or a few. May impo
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from edgespec_models.decoders.transformer import Transformer
@@ -27,6 +27,7 @@ from edgespec_models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from edgespec_models.families.heads import describes, refuse_others
 from edgespec_models.families.lacking import unknown
 from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
+from edgespec_models.families.lfm2_vision import LFM2_VISION
 from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
@@ -52,7 +53,7 @@ MODELS: Final = (
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
-TOWERS: Final = (GEMMA4_VISION, GEMMA4_EMBEDDER)
+TOWERS: Final = (GEMMA4_VISION, GEMMA4_EMBEDDER, LFM2_VISION)
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
     "target's source"
@@ -129,10 +130,13 @@ def named(name: str) -> Family | None:
     return next((family for family in MODELS if family.name == name), None)
 
 
-def tower_of(facts: Facts) -> Tower | None:
-    """The tower in a ``config.json``; None without one, and for those that edgespec does not run."""
+def tower_of(facts: Facts, ids: Callable[[], Mapping[str, int]]) -> Tower | None:
+    """The tower in a ``config.json``; None without one, and for those that edgespec does not run.
+
+    ``ids`` returns those of the special tokens.
+    """
     kind = facts.section("vision_config").value("model_type")
-    return next((family.read(facts) for family in TOWERS if family.hub == kind), None)
+    return next((family.read(facts, ids()) for family in TOWERS if family.hub == kind), None)
 
 
 def sees_in_gguf(architecture: object) -> bool:

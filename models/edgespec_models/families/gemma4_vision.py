@@ -199,7 +199,7 @@ class Gemma4Embedder(_Gemma4Pictures):
         return b.linear(x, _OUT, self.width, width)
 
 
-def _read(facts: Facts) -> Tower | None:
+def _read(facts: Facts, ids: Mapping[str, int]) -> Tower | None:
     text, vision = facts.section("text_config"), facts.section("vision_config")
     heads, rope = vision.integer("num_attention_heads", 12), vision.section("rope_parameters")
     others = (
@@ -227,7 +227,7 @@ def _read(facts: Facts) -> Tower | None:
     )
 
 
-def _read_embedder(facts: Facts) -> Tower | None:
+def _read_embedder(facts: Facts, ids: Mapping[str, int]) -> Tower | None:
     text, vision = facts.section("text_config"), facts.section("vision_config")
     causal = "use_bidirectional_attention" in text.keys  # and not "vision"
     return Gemma4Embedder(
