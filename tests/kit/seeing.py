@@ -42,8 +42,12 @@ KINDS = ("seeing", "whole", "embedder")
 
 
 def picture(number: int) -> npt.NDArray[np.uint8]:
+    return picture_of(number, SIZES[number])
+
+
+def picture_of(number: int, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
     """Soft shapes under noise, the same with every version of NumPy."""
-    high, wide = SIZES[number]
+    high, wide = size
     raw = np.asarray(np.random.PCG64(number).random_raw(high * wide * 3), np.uint64) >> np.uint64(58)
     rows, columns, colours = np.mgrid[:high, :wide, :3]
     soft = 96 + 64 * np.sin(rows / (5 + number)) * np.cos(columns / 7 + colours)
