@@ -69,6 +69,10 @@ class Wanted(Checked):
             marks = [(mark_of(path), scale) for path, scale in map(adapter_of, self.adapters)]
             mark = f"{mark}-{hashlib.sha256(repr(marks).encode()).hexdigest()[:8]}"
         if self.mmproj is not None:
+            if not is_file(self.mmproj):
+                raise ModelFileError(
+                    f"mmproj is {self.mmproj}, which is no file; give a model's mmproj-*.gguf"
+                )
             mark = f"{mark}-{mark_of(self.mmproj)}"
         recipe = RECIPES[self.device]
         return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"

@@ -355,6 +355,8 @@ def test_named_towers_that_do_not_fit_are_refused(source: Path, bundle: Bundle, 
     for path, options, problem in cases:
         with pytest.raises(EdgespecError, match=problem):
             export_model(path, tmp_path / "bundle", options=options)
+    with pytest.raises(ModelFileError, match="which is no file; give a model's mmproj"):
+        load(model, None, options=LoadOptions(mmproj=tmp_path / "none.gguf"))
     with pytest.raises(RequestError, match="no model's source"):
         load(bundle.path, None, options=LoadOptions(mmproj=good))
 
