@@ -146,7 +146,9 @@ def load(
 
         takes, why = choose_gpu(target, drafter, options)
         made_for[0] = "cuda" if takes else None
-    target_bundle = opening(target, "target", device=made_for[0], adapters=options.adapters)
+    target_bundle = opening(
+        target, "target", device=made_for[0], adapters=options.adapters, mmproj=options.mmproj
+    )
     if options.chat_template is not None:
         target_bundle.use_template(options.chat_template)
     placement = placed(target_bundle, device)

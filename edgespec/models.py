@@ -126,7 +126,9 @@ class Models(InProcess, AbstractContextManager["Models"]):
         arguments = self._arguments[name]
         options = arguments.get("options") or LoadOptions()
         with suppress(EdgespecError):
-            export = ExportOptions("target", options.weights, adapters=options.adapters)
+            export = ExportOptions(
+                "target", options.weights, adapters=options.adapters, mmproj=options.mmproj
+            )
             found = look_up(arguments["target"], export)
             if isinstance(found, Bundle) and options.chat_template is not None:
                 found.use_template(options.chat_template)

@@ -16,16 +16,18 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
 from gguf import GGUFReader
+from PIL import Image
 from tokenizers import Tokenizer  # noqa: TID251 - as rerankers' cards do it
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.kit import assistants, rerankers, seeing, seeing_qwen
+from tests.kit import assistants, rerankers, seeing, seeing_lfm2, seeing_qwen
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import (
@@ -208,36 +210,112 @@ def chain(target: Any, head: Any, text: list[int]) -> tuple[Any, Any]:
     return tuple(map(np.stack, zip(*found, strict=True)))  # type: ignore[return-value]
 
 
-def store_seeing(folder: Path) -> None:
+def store_seeing(folder: Path, kind: str) -> None:
     """Write what a tiny Gemma 4 makes of pictures and of prompts with them.
 
     For each picture the vectors. For each prompt its tokens, with markers as its processor writes them, the
     logits behind it, and tokens of the most likely answer with the lead of each.
     """
-    path, found = seeing.write(folder / "seeing"), dict[str, Any]()
-    model, info = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+    path, found = seeing.write(folder / kind, kind), dict[str, Any]()
+    unified = kind == "embedder"
+    auto: Any = getattr(transformers, f"Gemma4{'Unified' * unified}ForConditionalGeneration")
+    model, info = auto.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     wrong = {key: sorted(names) for key, names in info.items() if names}
     if wrong:
-        raise SystemExit(f"seeing: {wrong}")
-    model, core = model.eval(), Tokenizer.from_file(str(path / "tokenizer.json"))
+        raise SystemExit(f"{kind}: {wrong}")
+    towers, core = {"vectors": model.eval()}, Tokenizer.from_file(str(path / "tokenizer.json"))
     module: Any = importlib.import_module("transformers.models.gemma4.image_processing_pil_gemma4")
     patch = model.config.vision_config.patch_size
-    processor = module.Gemma4ImageProcessorPil(patch_size=patch, max_soft_tokens=70)
+    whole = {"patch_size": 3 * patch, "pooling_kernel_size": 1}  # squares that are merged already
+    given = whole if unified else {"patch_size": patch}
+    processor = module.Gemma4ImageProcessorPil(max_soft_tokens=70, **given)
     seen = [processor(images=[seeing.picture(n)], return_tensors="pt") for n in range(len(seeing.SIZES))]
     counts = [int(picture["num_soft_tokens_per_image"][0]) for picture in seen]
-    other = transformers.Gemma4ForConditionalGeneration.from_pretrained(
-        seeing.write(folder / "other", **seeing.OTHER), dtype=torch.float32, attn_implementation="eager"
-    )
+    if kind == "seeing":
+        other = seeing.write(folder / "other", kind, **seeing.OTHER)
+        towers["other"] = auto.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for number, picture in enumerate(seen):
-            for name, tower in (("vectors", model), ("other", other.eval())):
+            for name, tower in towers.items():
                 made = tower.get_image_features(picture["pixel_values"], picture["image_position_ids"])
-                found[f"{name}_{number}"] = made.pooler_output[0].numpy()
+                found[f"{name}_{number}"] = made.pooler_output[0][: counts[number]].numpy()
     names = "pixel_values", "image_position_ids"
     pixels = [{name: picture[name] for name in names} for picture in seen]
-    np.savez_compressed(OUT / "seeing", **found | answers(model, core, seeing, pixels, counts))
+    print(kind)
+    np.savez_compressed(OUT / kind, **found | answers(model, core, seeing, pixels, counts))
+
+
+def store_seeing_lfm2(folder: Path) -> None:
+    """The same of a tiny LFM2-VL, whose processor needs torchvision: its sizes count here, not its pixels."""
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        sys.modules.setdefault(name, MagicMock())
+    place = "transformers.models.lfm2_vl.image_processing_lfm2_vl"
+    kind: Any = importlib.import_module(place).Lfm2VlImageProcessor
+    processor, found = object.__new__(kind), dict[str, Any]()
+    path = seeing_lfm2.write(folder / "lfm2")
+    model, info = transformers.Lfm2VlForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {key: sorted(names) for key, names in info.items() if names}
+    if wrong:
+        raise SystemExit(f"lfm2: {wrong}")
+    model, core = model.eval(), Tokenizer.from_file(str(path / "tokenizer.json"))
+    sizes = {"downsample_factor": 2, "max_image_tokens": 256, "encoder_patch_size": 16}
+    seen, texts = list[Any](), list[str]()
+    for number in range(len(seeing_lfm2.SIZES)):
+        image = Image.fromarray(seeing_lfm2.picture(number))
+        (wide, high), views, text = image.size, list[Image.Image](), ""
+        small = processor.smart_resize(high, wide, min_image_tokens=64, **sizes)
+        if processor._is_image_too_large(high, wide, max_pixels_tolerance=2.0, **sizes):
+            columns, rows, *whole, _ = processor._get_grid_layout(high, wide, 2, 10, 512)
+            resized = image.resize(tuple(whole), Image.Resampling.BILINEAR)
+            for row in range(rows):
+                for column in range(columns):
+                    left, top = 512 * column, 512 * row
+                    views.append(resized.crop((left, top, left + 512, top + 512)))
+                    text += f"<|img_row_{row + 1}_col_{column + 1}|>" + "<image>" * 256
+            text += "<|img_thumbnail|>"
+        views.append(image.resize(small, Image.Resampling.BILINEAR))
+        texts.append(f"<|image_start|>{text}{'<image>' * (small[0] * small[1] // 1024)}<|image_end|>")
+        grids = [(view.height // 16, view.width // 16) for view in views]
+        values = torch.zeros(len(views), 1024, 768)
+        mask = torch.zeros(len(views), 1024, dtype=torch.int32)
+        for at, (view, (rows, columns)) in enumerate(zip(views, grids, strict=True)):
+            pixels = torch.tensor(np.asarray(view), dtype=torch.float32) / 127.5 - 1
+            squares = pixels.reshape(rows, 16, columns, 16, 3).transpose(1, 2).reshape(rows * columns, 768)
+            values[at, : len(squares)], mask[at, : len(squares)] = squares, 1
+        shapes = torch.tensor(grids)
+        seen.append({"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": mask})
+        with torch.no_grad():
+            made = model.get_image_features(**seen[-1])
+        found[f"vectors_{number}"] = torch.cat(list(made.pooler_output)).numpy()
+    layouts = list[tuple[int, ...]]()
+    for high, wide in seeing_lfm2.OTHERS:
+        large = processor._is_image_too_large(high, wide, max_pixels_tolerance=2.0, **sizes)
+        grid = processor._get_grid_layout(high, wide, 2, 10, 512)[:2] if large else (1, 1)
+        layouts.append((*grid, *processor.smart_resize(high, wide, min_image_tokens=64, **sizes)))
+    found["layouts"] = np.array(layouts)
+    for number, prompt in enumerate(seeing_lfm2.PROMPTS):
+        order = [part for part in prompt if isinstance(part, int)]
+        text = "".join(texts[part] if isinstance(part, int) else part for part in prompt)
+        tokens = core.encode(f"<turn>user\n{text}<turn>", add_special_tokens=False).ids
+        given = {key: torch.cat([seen[n][key] for n in order]) for key in seen[0]}
+        leads, answer, ids = list[float](), list[int](), list(tokens)
+        for _ in range(seeing_lfm2.NEW):
+            with torch.no_grad():
+                row = model(input_ids=torch.tensor([ids]), **given, use_cache=False).logits[0, -1].clone()
+            if not answer:
+                found[f"logits_{number}"] = row.numpy().copy()
+            row[[seeing_lfm2.EOS, seeing_lfm2.MARKER]] = -torch.inf
+            best = row.topk(2)
+            leads.append(float(best.values[0] - best.values[1]))
+            answer.append(int(best.indices[0]))
+            ids.append(answer[-1])
+        found |= {f"tokens_{number}": tokens, f"answer_{number}": answer, f"leads_{number}": leads}
+        print(f"lfm2 {number}: {len(tokens)} tokens, least lead {min(leads):.4f}, {answer}")
+    np.savez_compressed(OUT / "seeing_lfm2", **found)
 
 
 def answers(
@@ -370,6 +448,26 @@ _CLASSES = {
 }
 
 
+def compare_towers(folder: Path, llama_cpp: Path) -> None:
+    """Say where the converter's files of towers differ from the tests'."""
+    for kind in seeing.KINDS:
+        source = seeing.write(folder / f"{kind}-tower", kind)
+        facts = json.loads((source / "config.json").read_text())
+        if kind == "embedder":  # it wants one of sound
+            facts["audio_config"] = {"audio_embed_dim": 64}
+        (source / "config.json").write_text(json.dumps(facts))
+        told = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+        (source / "preprocessor_config.json").write_text(json.dumps(told))
+        made = folder / f"mmproj-{kind}.gguf"
+        convert(llama_cpp, source, made, "--mmproj")
+        print(f"{kind}: {'; '.join(differences(seeing.mmproj(kind), made)) or 'the same'}")
+    source, made = seeing_lfm2.write(folder / "lfm2-tower"), folder / "mmproj-lfm2.gguf"
+    told = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (source / "preprocessor_config.json").write_text(json.dumps(told))
+    convert(llama_cpp, source, made, "--mmproj")
+    print(f"lfm2: {'; '.join(differences(seeing_lfm2.mmproj(), made)) or 'the same'}")
+
+
 def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:
     """What a converted file states otherwise than the tests' file, or not at all."""
     theirs = GGUFReader(made)
@@ -397,6 +495,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.llama_cpp is not None:
             compare(Path(folder), args.llama_cpp, args.cases or GGUF_CASES)
+            compare_towers(Path(folder), args.llama_cpp)
         elif args.cases:
             store(Path(folder), args.cases)
         else:
@@ -404,7 +503,9 @@ def main() -> None:
             store_vectors(Path(folder))
             store_scores(Path(folder))
             store_assistants(Path(folder))
-            store_seeing(Path(folder))
+            for kind in seeing.KINDS:
+                store_seeing(Path(folder), kind)
+            store_seeing_lfm2(Path(folder))
             store_seeing_qwen(Path(folder))
 
 

@@ -5,9 +5,10 @@ Pillow is imported where a picture is read; it is the extra ``images``.
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from io import BytesIO
 from os import PathLike
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import RequestError, require
+from edgespec_models.errors import EdgespecError, RequestError, require
 from edgespec_models.schema import shown
 from edgespec_models.storage import expanded, read_bytes
 
@@ -39,19 +40,26 @@ _INLINE: Final = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """A picture of a prompt.
+    """A picture of a prompt. Of a file it holds the bytes, because pixels of waiting requests take memory.
 
     Attributes:
-        pixels: uint8 (height, width, 3), RGB, upright, opaque.
+        read: decodes the pixels.
+        shape: (height, width, 3), of the pixels.
         digest: of the pixels and their shape.
         detail: how much of it the model sees: ``"low"``, ``"high"`` or ``"auto"``.
         image_tokens: the tokens that it may take in the prompt; None leaves them to the model.
     """
 
-    pixels: NDArray[np.uint8]
+    read: Callable[[], NDArray[np.uint8]]
+    shape: tuple[int, ...]
     digest: str
     detail: str = "auto"
     image_tokens: int | None = None
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        """Uint8 (height, width, 3), RGB, upright, opaque; each call decodes them."""
+        return self.read()
 
 
 def read_image(
@@ -67,10 +75,13 @@ def read_image(
     Files are PNG, JPEG, WebP or GIF, of which the first frame counts. What is transparent becomes white.
 
     Raises:
-        RequestError: the picture, called ``field``, cannot be read, is too large or an address.
-        EdgespecError: Pillow is not installed.
+        RequestError: the picture, called ``field``, cannot be read, is too large or an address, or Pillow is
+            not installed.
     """
-    require("a prompt with pictures", "images", "PIL.Image")
+    try:
+        require("reading it", "images", "PIL.Image")
+    except EdgespecError as error:
+        raise RequestError(f"is a picture, and {error}", field) from error
     from PIL import Image as Pillow
     from PIL import UnidentifiedImageError
 
@@ -87,17 +98,16 @@ def read_image(
     large = f"allowed: {MOST_PIXELS:,} pixels in all pictures of a request together; make it smaller"
     try:
         if not isinstance(source, Pillow.Image):
-            picture = Pillow.open(BytesIO(source), formats=_FORMATS)
+            source = bytes(source)
+            picture = _opened(source)
         count = picture.width * picture.height
         if count > most_pixels:
             raise RequestError(f"{what} {picture.width} x {picture.height} pixels large; {large}", field)
         if not isinstance(source, Pillow.Image) and picture.format in ("JPEG", "MPO"):
-            scans = bytes(source).count(b"\xff\xda")
+            scans = source.count(b"\xff\xda")
             if count * scans > _MOST_SCANNED:
                 raise RequestError(f"{what} a JPEG file of {scans} scans, too many; save it anew", field)
-        with _DECODING:
-            picture.load()
-            pixels = np.ascontiguousarray(_opaque(picture))
+        pixels = _pixels(picture)
     except RequestError:
         raise
     except UnidentifiedImageError:
@@ -109,7 +119,24 @@ def read_image(
         raise RequestError(f"{what} no whole picture ({problem}); save it anew", field) from error
     digest = sha256(f"{pixels.shape}".encode())
     digest.update(pixels.data)
-    return Image(pixels, digest.hexdigest(), detail, image_tokens)
+    read = partial(_of_file, source) if isinstance(source, bytes) else partial(np.asarray, pixels)
+    return Image(read, pixels.shape, digest.hexdigest(), detail, image_tokens)
+
+
+def _of_file(file: bytes) -> NDArray[np.uint8]:
+    return _pixels(_opened(file))
+
+
+def _opened(file: bytes) -> Any:
+    from PIL import Image as Pillow
+
+    return Pillow.open(BytesIO(file), formats=_FORMATS)
+
+
+def _pixels(picture: Any) -> NDArray[np.uint8]:
+    with _DECODING:
+        picture.load()
+        return np.ascontiguousarray(_opaque(picture))
 
 
 def decoded(url: str, field: str) -> bytes:
@@ -166,7 +193,7 @@ def with_images(
             if not isinstance(source, str):
                 raise RequestError(f"is {shown(source)}; allowed: data:image/png;base64,BASE64", field)
             source = decoded(source, field)
-        left = MOST_PIXELS - sum(image.pixels.size // 3 for image in images)
+        left = MOST_PIXELS - sum(image.shape[0] * image.shape[1] for image in images)
         detail = "high" if detail == "original" else detail
         images.append(read_image(source, field, detail=detail, image_tokens=image_tokens, most_pixels=left))
         return {"type": "image", "image": images[-1]}

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from edgespec.asking.images import Image
 from edgespec_models.bundles.bundle import VISION_DATA, Bundle
 from edgespec_models.errors import RequestError
-from edgespec_models.families.towers import Pixels, Tower
+from edgespec_models.families.towers import Tower, View
 from edgespec_runtimes.session import Rows
 
 _Vectors = npt.NDArray[np.float32]
@@ -57,14 +56,14 @@ def with_markers(bundle: Bundle, tokens: list[int], messages: Sequence[Mapping[s
             "give pictures in messages of the user",
             "messages",
         )
-    rows = iter([tower.tokens(prod(_grid(tower, image)[1])) for image in images])
+    rows = iter([tower.tokens(_views(tower, image)[1]) for image in images])
     return [id_ for token in tokens for id_ in (next(rows) if token == tower.marker else [token])]
 
 
-def _grid(tower: Tower, image: Image) -> tuple[int, tuple[int, int]]:
-    """A picture's budget, and rows and columns of its vectors."""
+def _views(tower: Tower, image: Image) -> tuple[int, Sequence[View]]:
+    """A picture's budget, and its views."""
     budget = tower.budget(image.detail, image.image_tokens)
-    return budget, tower.grid(tower.size(image.pixels.shape, budget))
+    return budget, tower.views(image.shape, budget)
 
 
 class Pictures:
@@ -73,7 +72,8 @@ class Pictures:
     Keys and values are kept under a row's token. So each row of a picture has a negative name, of the
     picture, its budget, the tower and the row: two pictures never share them, and the same one does.
 
-    ``see`` makes the vectors of pixels and a budget.
+    ``see`` makes the vectors of a picture, float32 (rows, width), for a name, the picture, its budget, and
+    the number of its rows.
 
     Attributes:
         tokens: the tokens of the prompt, with names in place of markers.
@@ -84,27 +84,45 @@ class Pictures:
         tokens: Sequence[int],
         images: Sequence[Image],
         bundle: Bundle,
-        see: Callable[[Pixels, int], _Vectors],
+        see: Callable[[str, Image, int, int], _Vectors],
     ) -> None:
         tower = bundle.manifest.vision
         assert tower is not None  # or its prompts would have no pictures
         self.tokens, self._see, self._images = [*tokens], see, images
         made_by = f"{bundle.manifest.files[VISION_DATA].sha256} {tower}"
-        self._places, self._vectors = list[tuple[int, range]](), dict[int, _Vectors]()
+        self._known = list[tuple[str, int, int]]()  # of each picture: its name, budget and rows
+        self._places = list[tuple[int, int, range]]()  # of each view: picture, its first row there, and here
+        self._vectors = dict[int, _Vectors]()
+        self._whole = tower.whole
         self._has_axes, parts = tower.axes > 1, list[_Positions]()
         begin = before = end = 0
-        for image in images:
-            budget, grid = _grid(tower, image)
-            count = prod(grid)
-            name = hashlib.sha256(f"{made_by} {image.digest} {budget}".encode()).digest()
-            first = int.from_bytes(name[:8], "little") % _NAMES
-            start = self.tokens.index(tower.marker, end)
-            end = start + count
-            self.tokens[start:end] = [-1 - first - row for row in range(count)]
-            self._places.append((budget, range(start, end)))
-            parts += [_of_text(begin, start - before), _of_grid(begin + start - before, grid)]
-            begin, before = begin + start - before + max(grid), end
+        for number, image in enumerate(images):
+            budget, views = _views(tower, image)
+            name = hashlib.sha256(f"{made_by} {image.digest} {budget}".encode())
+            first = int.from_bytes(name.digest()[:8], "little") % _NAMES
+            row = 0
+            for view in views:
+                start, count = self.tokens.index(tower.marker, end), tower.count(view.extent)
+                end = start + count
+                self.tokens[start:end] = [-1 - first - row for row in range(row, row + count)]
+                self._places.append((number, row, range(start, end)))
+                row += count
+                grid = tower.grid(view.extent)
+                parts += [_of_text(begin, start - before), _of_grid(begin + start - before, grid)]
+                begin, before = begin + start - before + max(grid), end
+            self._known.append((name.hexdigest(), budget, row))
         self._positions = np.concatenate([*parts, _of_text(begin, len(self.tokens) - end)])
+
+    def end(self, start: int, end: int) -> int:
+        """Where a pass over the rows from ``start`` ends that has room up to ``end``.
+
+        It does not end within a picture whose rows see each other. Such a picture may be longer than the
+        room.
+        """
+        for _, _, places in self._places if self._whole else ():
+            if places.start < end < places.stop:
+                return places.start if start < places.start else places.stop
+        return end
 
     def positions(self, start: int, end: int) -> _Positions | None:
         """Times, rows and columns of rows from ``start`` to before ``end``; None if they are ordinary.
@@ -130,12 +148,14 @@ class Pictures:
         Raises as :meth:`edgespec_runtimes.vision.VisionSession.vectors` does.
         """
         parts = list[_Vectors]()
-        for number, (budget, places) in enumerate(self._places):
+        for number, row, places in self._places:
             first, last = max(start, places.start), min(end, places.stop)
             if first < last:
                 if number not in self._vectors:
-                    self._vectors[number] = self._see(self._images[number].pixels, budget)
-                parts.append(self._vectors[number][first - places.start : last - places.start])
+                    name, budget, rows = self._known[number]
+                    self._vectors[number] = self._see(name, self._images[number], budget, rows)
+                behind = row - places.start
+                parts.append(self._vectors[number][behind + first : behind + last])
         return np.concatenate(parts) if parts else None
 
 

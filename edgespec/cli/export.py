@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from edgespec_export.options import TrimSize
 
 
-_FIELDS = ("weights", "alignment", "calibration", "calibrate_with", "name", "chip", "chat_template")
+_FIELDS = ("weights", "alignment", "calibration", "calibrate_with", "name", "chip", "chat_template", "mmproj")
 _OF_OPTIMUM = ("source", "out", "via", "optimum_cli", "overwrite", "as_json")
 
 
@@ -122,6 +122,8 @@ def export(
         edgespec export Qwen3.5-4B-MTP.gguf -o head --target Qwen3.5-4B-MTP.gguf
 
         edgespec export model.gguf -o mine --adapter ./lora --adapter style.gguf=0.5
+
+        edgespec export gemma-4-E4B-it-Q4_K_M.gguf -o sees --mmproj mmproj-gemma-4-E4B-it-Q8_0.gguf
 
         edgespec export model.gguf -o small --bits 4 --mixed sensitive
 

@@ -136,7 +136,7 @@ def loading() -> Group:
     device = "The device of the drafter: the same names as for --device."
     return {
         "drafter": (Drafter, "auto"),
-        **of(LoadOptions, "threads", "kv", adapters="--adapter"),
+        **of(LoadOptions, "threads", "kv", "mmproj", adapters="--adapter"),
         "device": _option(str, "auto", f"The device of the target: {_DEVICES}.", metavar="DEVICE"),
         "drafter_device": _option(str, "auto", device, metavar="DEVICE"),
         "history": _option(

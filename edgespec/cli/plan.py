@@ -22,7 +22,7 @@ _VERDICTS = {
 }
 
 
-@shared(of(LoadOptions, "kv", adapters="--adapter"))
+@shared(of(LoadOptions, "kv", "mmproj", adapters="--adapter"))
 def plan(
     typed: typer.Context,
     target: Target,
@@ -49,7 +49,8 @@ def plan(
 
     drafts = None if drafter == "none" else drafter
     adapters, kv = tuple(typed.params["adapters"] or ()), typed.params["kv"]
-    made = edgespec.plan(target, drafts, context=context, adapters=adapters, kv=kv)
+    mmproj = typed.params["mmproj"]
+    made = edgespec.plan(target, drafts, context=context, adapters=adapters, mmproj=mmproj, kv=kv)
     if as_json:
         print_json(made.to_json())
         return

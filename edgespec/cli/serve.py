@@ -81,8 +81,10 @@ def serve(
     """
     require("serving", "server", "prometheus_client", "starlette", "uvicorn")
     limits = options.filled(ServeOptions, context, api_key=read_key(api_key_file))
-    if len(targets) > 1 and context.params["adapters"]:
-        raise RequestError("--adapter is for one target, and there are several; serve each by itself")
+    if len(targets) > 1 and (context.params["adapters"] or context.params["mmproj"]):
+        raise RequestError(
+            "--adapter and --mmproj are for one target, and there are several; serve each by itself"
+        )
     with bound_socket(
         limits.host, limits.port
     ) as listening:  # a taken port is an error before models are loaded

@@ -58,6 +58,12 @@ def folder_of(options: ExportOptions, name: str, mark: str) -> Path:
 
         marks = [(mark_of(path), scale) for path, scale in map(adapter_of, options.adapters)]
         mark = f"{mark}-{hashlib.sha256(repr(marks).encode()).hexdigest()[:8]}"
+    if options.mmproj is not None:
+        if not is_file(options.mmproj):
+            raise ModelFileError(
+                f"mmproj is {options.mmproj}, which is no file; give a model's mmproj-*.gguf"
+            )
+        mark = f"{mark}-{mark_of(options.mmproj)}"
     recipe = RECIPES[options.device]
     return bundles_dir() / f"{name}-{mark}-{options.role}-{kind}{_RECIPE_MARK}{recipe}"
 
@@ -69,8 +75,10 @@ def found_at(path: Path, name: str, options: ExportOptions) -> Found:
     """
     is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
-        if options.adapters:
-            raise RequestError(f"{path} is no model's source, into which exports merge adapters; give that")
+        if options.adapters or options.mmproj:
+            raise RequestError(
+                f"{path} is no model's source, which exports read with adapters and an mmproj file; give that"
+            )
         return open_bundle(path)
     if is_folder or is_file(path) or path.suffix.lower() == ".gguf":
         if not path.exists():

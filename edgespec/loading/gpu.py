@@ -21,11 +21,11 @@ def choose_gpu(
 ) -> tuple[bool, str]:
     """Whether the target's export is for a GPU, and the reason; no reason where no GPU is looked for.
 
-    Without CUDA's provider, and for bundles, none is. A drafter that is named, an export with exact weights,
-    vectors and scores of texts, and families without a graph for it stay on the CPU.
+    Without CUDA's provider, and for bundles, none is. A drafter that is named, an export with exact weights
+    or an mmproj file, vectors and scores of texts, and families without a graph for it stay on the CPU.
     """
     machine, cuda = runtime or Runtime(), KINDS["cuda"]
-    if cuda.provider not in machine.providers() or options.weights == "exact":
+    if cuda.provider not in machine.providers() or options.weights == "exact" or options.mmproj is not None:
         return False, ""
     try:
         export = ExportOptions("target", "portable", adapters=options.adapters)

@@ -85,6 +85,7 @@ def open_model(
     device: ExportDevice | None = None,
     target: Reference | None = None,
     adapters: tuple[str, ...] = (),
+    mmproj: Path | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Bundle:
     """Open the bundle that ``reference`` names; make it first if it does not exist.
@@ -98,6 +99,7 @@ def open_model(
         device: what else than the CPU a new export is for.
         target: what a head drafts for; its export reads that too.
         adapters: what a new export merges; see :attr:`.LoadOptions.adapters`.
+        mmproj: the file of its tower; see :attr:`.LoadOptions.mmproj`.
         progress: told of downloads and exports.
 
     Raises:
@@ -115,17 +117,17 @@ def open_model(
             f"{shown(str(reference))} cannot be opened: {error.strerror}. Give a path that can be "
             "read, or a name that 'edgespec models' lists."
         ) from error
-    if (path / MANIFEST).is_file() and not adapters:
+    if (path / MANIFEST).is_file() and not (adapters or mmproj):
         return Bundle(path)
     from edgespec_models.bundles.foreign import is_model, open_bundle  # what follows, bundles do not need
 
-    if is_model(path) and not adapters:
+    if is_model(path) and not (adapters or mmproj):
         return open_bundle(path)
     from edgespec.loading.first_use import check_weights, locate_hub, open_made
     from edgespec_export.options import ExportOptions
     from edgespec_models.downloads.hub import on_hub
 
-    options = ExportOptions(role, weights, device=device, adapters=adapters)
+    options = ExportOptions(role, weights, device=device, adapters=adapters, mmproj=mmproj)
     named = None if path.exists() else on_hub(str(reference))
     if named is not None:
         check_weights(options)

@@ -49,6 +49,7 @@ class LoadOptions(Checked):
         chat_template: A file with a Jinja chat template for the target, in place of the model's own.
         adapters: LoRA adapters that the target's export merges into its weights, each ``PATH`` or
             ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
+        mmproj: The file of the tower by which a target in a GGUF file sees; None takes one beside it.
         image_tokens: Tokens of each picture in a prompt. None leaves them to the model and the ``detail``.
     """
 
@@ -69,6 +70,7 @@ class LoadOptions(Checked):
     prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
     chat_template: Path | None = None
     adapters: tuple[str, ...] = ()
+    mmproj: Path | None = None
     image_tokens: ImageTokens | None = None
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:

@@ -48,6 +48,7 @@ def plan(
     context: Annotated[int, within(1)] | None = None,
     weights: str | None = None,
     adapters: tuple[str, ...] = (),
+    mmproj: Path | None = None,
     kv: str = "16bit",
 ) -> Plan:
     """Plan the memory and disk space of a target and its drafter; nothing is pulled, exported or loaded.
@@ -59,6 +60,7 @@ def plan(
         context: tokens of a text to plan for besides 2,048, 8,192, 32,768 and the model's whole context.
         weights: policy of exports, as in :class:`edgespec.LoadOptions`.
         adapters: adapters of the target, as there.
+        mmproj: the file of the target's tower, as there.
         kv: bits of keys and values, as there.
 
     Returns:
@@ -69,7 +71,7 @@ def plan(
         RequestError: a context longer than the model's, a model of the hub that was not pulled.
         EdgespecError: a model that cannot be found, read or exported.
     """
-    options = ExportOptions("target", weights, adapters=adapters)
+    options = ExportOptions("target", weights, adapters=adapters, mmproj=mmproj)
     located = look_up(target, options)
     first = footprint(located, options)
     if adapters:
@@ -182,14 +184,18 @@ def _spread(config: Transformer, size: int) -> dict[str, int]:
 
 def _of_checkpoint(name: str, source: Path, options: ExportOptions) -> Footprint:
     """The footprint of the export of a checkpoint on this machine."""
+    from edgespec_export.graphs.tower import tower_bytes
     from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.open import is_head, open_checkpoint
 
     is_draft = options.role == "drafter" and is_head(source, options.target)
-    with open_checkpoint(source, options.target if is_draft else None, options.adapters) as checkpoint:
+    target = options.target if is_draft else None
+    with open_checkpoint(source, target, options.adapters, options.mmproj) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, options.weights)
-        config = checkpoint.config
-    return _planned(name, config, options, by_class, export_bytes=file_bytes)
+        config, sees = checkpoint.config, options.role == "target" and options.native
+        tower = tower_bytes(checkpoint.tower[0]) if sees and checkpoint.tower is not None else 0
+    made = _planned(name, config, options, by_class, export_bytes=file_bytes + tower)
+    return replace(made, working_bytes=made.working_bytes + tower)
 
 
 def _config_of(model: CatalogueEntry | HubName) -> Transformer:

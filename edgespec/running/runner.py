@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from edgespec.answering.answer import Answer
+from edgespec.asking.images import Image
 from edgespec.asking.pictures import Pictures, images_of
 from edgespec.asking.request import (
     Hole,
@@ -38,7 +39,6 @@ from edgespec.running.sequence import Seat, Sequence
 from edgespec.running.ticket import Ticket
 from edgespec.running.verifier import Verifier
 from edgespec_models.errors import DoesNotFit, RequestError, too_long
-from edgespec_models.families.towers import Pixels
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.kv_store import KvStore
@@ -143,11 +143,18 @@ class Runner:
         state = thoughts_behind(self.target, prompt, tokens)
         images, pictures = images_of(prompt), None
         if images and self.target.manifest.vision is not None:
-            pictures = Pictures(tokens, images, self.target, self._see)
+            see = partial(self._see, on_disk=request.prompt_cache)
+            pictures = Pictures(tokens, images, self.target, see)
         return PromptTokens(tokens, drafters, state, hole, predicted, record, pictures)
 
-    def _see(self, pixels: Pixels, budget: int) -> Floats:
-        return self._vision.vectors(pixels, budget)
+    def _see(self, name: str, image: Image, budget: int, rows: int, *, on_disk: bool) -> Floats:
+        """The vectors of a picture, kept or made now."""
+        tower = self.target.manifest.vision
+        assert tower is not None  # its prompts have pictures
+        shape, model = (rows, tower.width), self.session.model
+        return self.caches.vectors(
+            model, name, shape, lambda: self._vision.vectors(image.pixels, budget), on_disk=on_disk
+        )
 
     @cached_property
     def _vision(self) -> "VisionSession":

@@ -105,10 +105,13 @@ class Sequence:
         Raises:
             DeviceError: there is none. The caches of all sessions may be empty then, and are read again.
         """
-        rows = max(1 + self._max_draft, min(1 + self.unread, self.session.model.piece))
-        self.session.prepare(min(self.session.length + rows, self._end))
+        start, rows = self.session.length, min(1 + self.unread, self.session.model.piece)
+        end = start + max(1 + self._max_draft, rows)
         if self._pictures is not None:
-            self._pictures.vectors(self.session.length, self.session.length + rows)
+            end = max(end, self._pictures.end(start, end))
+        self.session.prepare(min(end, self._end))
+        if self._pictures is not None:
+            self._pictures.vectors(start, end)
 
     def propose(self, prices: Prices) -> Rows | None:
         """Begin to draft; the rows that a drafter has to read next, or None if :attr:`draft` is complete."""
@@ -153,9 +156,12 @@ class Sequence:
         next_ = min(
             (place for place in self._checkpoints if place > self.session.length), default=len(self.tokens)
         )
-        start = self.session.length
-        piece = self._named(start, min(next_, start + (min(most, _SCORED) if scored else most)))
-        vectors = None if self._pictures is None else self._pictures.vectors(start, start + len(piece))
+        start, vectors = self.session.length, None
+        end = min(next_, start + (min(most, _SCORED) if scored else most))
+        if self._pictures is not None:
+            end = self._pictures.end(start, end)
+            vectors = self._pictures.vectors(start, end)
+        piece = self._named(start, end)
         begins, at = len(piece) > self.unread, None
         if self.unread:
             drafted = min(drafted, most - len(piece)) if begins else 0

@@ -86,6 +86,8 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
         yield "role=target with an alignment: only drafters are aligned; use role=drafter"
     if options.adapters and (options.alignment is not None or options.target is not None):
         yield "adapters are for models, not for heads or beside an alignment; leave out adapters"
+    if options.mmproj is not None and not (options.native and options.role == "target"):
+        yield "mmproj is for targets on edgespec's own kernels (weights 'exact', on CPUs); leave out mmproj"
     if options.weights == "exact" and options.quantization is not None:
         yield (
             f"weights='exact' and quantization {options.quantization.name!r} exclude each other; leave out "

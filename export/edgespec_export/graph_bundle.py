@@ -159,7 +159,7 @@ def _write(
 def _open(source: Path, options: ExportOptions) -> Checkpoint:
     """The checkpoint of a head, or of a model with its alignment or adapters."""
     if options.alignment is None:
-        return open_checkpoint(source, options.target, options.adapters)
+        return open_checkpoint(source, options.target, options.adapters, options.mmproj)
     return open_aligned(source, options.alignment)
 
 
@@ -174,10 +174,14 @@ def _plan(
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )
-    reads = options.native and (options.role == "target" or checkpoint.config.is_head)
-    if checkpoint.tower is None or not reads:
+    # Those of a picture are read by heads too.
+    if checkpoint.tower is None or not (options.role == "target" or checkpoint.config.is_head):
         return plan
-    return replace(plan, pictures=True, axes=checkpoint.tower[0].axes)
+    if not options.native:
+        checkpoint.warn_of_blindness()
+        return plan
+    tower = checkpoint.tower[0]
+    return replace(plan, pictures=True, axes=tower.axes, whole_pictures=tower.whole)
 
 
 def _ranges(

@@ -38,6 +38,7 @@ class ExportOptions(Checked):
             snapdragon-x-elite, -x2-elite, -8-gen-2, -8-gen-3, -8-elite or -8-elite-gen-5.
         adapters: LoRA adapters that are merged into the weights before they are rounded, each ``PATH`` or
             ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
+        mmproj: The file of the tower by which a target in a GGUF file sees; None takes one beside it.
         chat_template: A file with a chat template in Jinja, in place of the source's.
         target: the GGUF file or Hugging Face directory of the target of a head or an MTP layer
             (:mod:`edgespec_export.sources.open`).
@@ -58,6 +59,7 @@ class ExportOptions(Checked):
     target: Path | None = None
     chat_template: Path | None = None
     adapters: tuple[str, ...] = ()
+    mmproj: Path | None = None
 
     @property
     def native(self) -> bool:

@@ -7,6 +7,8 @@ texts share the blocks of their common beginning. In memory the last block of a 
 Some models have states that are too large for every block. A *checkpoint* of a text has the states at a
 place, with keys and values of the few tokens from the last whole block to there. It is a block without tokens
 of its own in the chain, so each block has one at most. Such a text goes on only from a checkpoint.
+
+The vectors of a picture are kept likewise: a block with the picture's name and without tokens.
 """
 
 import hashlib
@@ -22,6 +24,7 @@ import numpy.typing as npt
 from edgespec_models.decoders.kept import BLOCK, LOGGED
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.kv_cache import Saved, shared_length
+from edgespec_runtimes.predictions import Floats
 from edgespec_runtimes.session import LoadedModel, Session
 
 _LEAST: Final = 4
@@ -107,6 +110,7 @@ class KvStore:
         self._blocks = dict[_BlockKey, Saved]()  # the least recently used first
         self._readers = list[Session]()  # sessions whose texts are to be written
         self._unwritten = list[list[_BlockKey]]()  # texts in memory that are to be written
+        self._pictures = list[_BlockKey]()  # whose vectors are to be written, or count as used
         self._private = set[_BlockKey]()  # checkpoints in memory of texts that are not to be written
 
     @property
@@ -171,6 +175,34 @@ class KvStore:
                 if session not in self._readers:
                     self._private.add(place)
 
+    def vectors(
+        self,
+        model: LoadedModel,
+        picture: str,
+        shape: tuple[int, int],
+        make: Callable[[], Floats],
+        *,
+        on_disk: bool = True,
+    ) -> Floats:
+        """The vectors of a picture, float32 of this shape; ``make`` is called if they are not kept.
+
+        ``picture`` names the pixels, the tower, and what else decides the vectors. With ``on_disk`` also
+        those of other processes count, and they are written later.
+        """
+        place, size = _BlockKey(model, f"picture {picture}", ()), 4 * shape[0] * shape[1]
+        files = self._files if on_disk and model.prompt_key else None
+        saved = self._blocks.pop(place, None)
+        self.nbytes -= 0 if saved is None else size
+        if saved is None and files is not None and files.has(model.prompt_key, place.name):
+            saved = files.read(model.prompt_key, place.name, size)
+        vectors = make() if saved is None else np.frombuffer(bytes(saved), np.float32).reshape(shape)
+        if size <= self._budget and self._make_room(size):
+            self._blocks[place] = memoryview(vectors.tobytes())
+            self.nbytes += size
+            if files is not None:
+                self._pictures = [*(other for other in self._pictures if other != place), place]
+        return vectors
+
     def write_behind(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Write missing blocks to disk, the latest first, until ``stop``, called between blocks, is True."""
         while self._readers:
@@ -182,6 +214,11 @@ class KvStore:
             if not self._write(self._unwritten[-1], None, stop):
                 return
             self._unwritten.pop()
+        while self._pictures and self._files is not None:
+            place = self._pictures[-1]
+            if not self._write_contents(place.model, [(place.name, partial(self._blocks.get, place))], stop):
+                return
+            self._pictures.pop()
 
     def trim(self, used: Collection[Session]) -> int:
         """Drop all blocks in memory, blocks for the disk after they are written; return their bytes.
@@ -192,7 +229,7 @@ class KvStore:
         self._readers = [session for session in self._readers if session not in used]
         self.write_behind()
         freed, self.nbytes = self.nbytes, 0
-        for kept in (self._blocks, self._unwritten, self._private):
+        for kept in (self._blocks, self._unwritten, self._pictures, self._private):
             kept.clear()
         self._readers = later
         return freed
@@ -202,6 +239,7 @@ class KvStore:
         model = session.model
         self._readers = [reader for reader in self._readers if reader.model is not model]
         self._unwritten = [text for text in self._unwritten if text[0].model is not model]
+        self._pictures = [place for place in self._pictures if place.model is not model]
         for place in [place for place in self._blocks if place.model is model]:
             self._drop(place)
         if on_disk and self._files is not None:
@@ -324,15 +362,22 @@ class KvStore:
             is_there = self._files.has(place.model.prompt_key, checkpoint.name)
             if is_there or (checkpoint in self._blocks and checkpoint not in self._private):
                 contents.append((checkpoint.name, partial(self._blocks.get, checkpoint)))
-        if not contents:
-            return True
-        names = [name for name, _ in contents]
+        return not contents or self._write_contents(text[0].model, contents, stop)
+
+    def _write_contents(
+        self,
+        model: LoadedModel,
+        contents: Sequence[tuple[str, Callable[[], Saved | None]]],
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Write blocks by their names; False if ``stop`` returned True."""
+        assert self._files is not None  # or nothing is to be written
 
         def content(at: int) -> bytes | None:
             saved = contents[at][1]()
             return None if saved is None else bytes(saved)
 
-        return self._files.write(text[0].model.prompt_key, names, content, stop)
+        return self._files.write(model.prompt_key, [name for name, _ in contents], content, stop)
 
 
 def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_BlockKey]:

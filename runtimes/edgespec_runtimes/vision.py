@@ -39,15 +39,19 @@ class VisionSession:
         require("a prompt with pictures", "images", "PIL.Image")
         from PIL import Image
 
-        high, wide = self._tower.size(pixels.shape, budget)
-        if pixels.shape[:2] != (high, wide):
-            resized = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BICUBIC)
-            pixels = np.asarray(resized)
+        resized, way = {pixels.shape[:2]: pixels}, Image.Resampling[self._tower.RESAMPLING]
+        rows = list[npt.NDArray[np.float32]]()
         try:
-            (vectors,) = self._session.run(["vectors"], dict(self._tower.inputs(pixels)), self._freeing)
+            for view in self._tower.views(pixels.shape, budget):
+                if view.size not in resized:
+                    high, wide = view.size
+                    resized[view.size] = np.asarray(Image.fromarray(pixels).resize((wide, high), way))
+                top, left, high, wide = view.box or (0, 0, *view.size)
+                seen = resized[view.size][top : top + high, left : left + wide]
+                inputs = dict(self._tower.inputs(seen))
+                rows.append(self._session.run(["vectors"], inputs, self._freeing)[0][0])
         except (MemoryError, *RUN_ERRORS) as error:
             if lacks_memory(error):
                 raise DeviceError(f"not enough memory for a picture of {budget} tokens; use fewer") from error
             raise BundleError(f"{self._path} cannot be run ({error}); export the model again") from error
-        rows: npt.NDArray[np.float32] = vectors[0]
-        return rows
+        return np.concatenate(rows)

@@ -22,7 +22,8 @@ namespace edgespec {
 // the layer reads the cache of another layer, and the node has no outputs of a cache. A head may have a sink: a score
 // beside the scores of the tokens, with no value. With a `cap`, a score s becomes cap * tanh(s / cap).
 // The keys and values of a sequence's first `injected_rows` rows are injected. These rows have no queries and no
-// results. With `bidirectional`, a row also sees the later rows of its sequence.
+// results. With `bidirectional`, a row also sees the later rows of its sequence. With `row_ends`, each row sees its
+// sequence's tokens up to a number of its own, which lies behind itself and not beyond the pass.
 // Rotary tables have a row for each position. With `row_tables` they have one for each row of the pass, whose position
 // then need not be its place in the cache.
 // With a `value_dim` below the width of a head attention is latent: values are the first channels of the keys. Only the
@@ -40,7 +41,7 @@ class AttentionOver {
       {"blocks", ort::kInt64}, {"cos", ort::kFloat, ort::kOptional}, {"sin", ort::kFloat, ort::kOptional},
       {"query_gain", ort::kFloat, ort::kOptional}, {"key_gain", ort::kFloat, ort::kOptional},
       {"sinks", ort::kFloat, ort::kOptional}, {"injected", ort::kFloat, ort::kOptional},
-      {"injected_rows", ort::kInt64, ort::kOptional}}};
+      {"injected_rows", ort::kInt64, ort::kOptional}, {"row_ends", ort::kInt64, ort::kOptional}}};
   static constexpr std::array kOutputs = {ort::kFloat, kCell, kCell};
 
   AttentionOver(const Info& info, const Host& host)
@@ -101,6 +102,7 @@ class AttentionOver {
     s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
     require(!injected || !row_tables_, "injected rows have no rows of rotary tables");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
+    ends(pass, s, sequences);
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * value_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
     const auto append_one = [&](int64_t i) {
@@ -124,6 +126,7 @@ class AttentionOver {
     int64_t width, query_step, value_step, extents, pairs;  // pairs: rotated pairs of channels in a head
     bool gated, shared;
     const float *cos, *sin, *query_gain, *key_gain, *sinks;
+    const int64_t* ends;  // the tokens that each row sees; null if these are the tokens up to its own
     uint8_t *keys, *values;
     float* y;
   };
@@ -156,6 +159,22 @@ class AttentionOver {
     pass.spread(static_cast<int64_t>(kept.size()) * kv_heads_, [&](int64_t i) {
       append(s, kept[static_cast<size_t>(i / kv_heads_)], i % kv_heads_, injected.floats(), 2 * keys, keys);
     });
+  }
+
+  // Reads how far each row sees. A row sees at least as far as the rows before it.
+  void ends(const Pass& pass, State& s, const std::vector<Rows>& sequences) const {
+    const Tensor ends = pass.input(kInputs["row_ends"]);
+    if (!ends) return;
+    s.ends = static_cast<const int64_t*>(ends.data);
+    int64_t count = 0;
+    for (const Rows& rows : sequences) count = std::max(count, rows.first + rows.count);
+    require(ends.shape.size() == 1 && ends.size() == count && !bidirectional_, "the rows' ends are no int64 (rows)");
+    for (const Rows& rows : sequences)
+      for (int64_t r = 0; r < rows.count; r++) {
+        const int64_t end = s.ends[rows.first + r], before = r == 0 ? 0 : s.ends[rows.first + r - 1];
+        require(end > rows.past + r && end >= before && end <= rows.past + rows.count,
+                "a row sees less than itself or the row before, or more than there is");
+      }
   }
 
   // Some queries of a sequence whose heads share a head of keys: those from number `first` to `last`. Numbers go row
@@ -302,7 +321,8 @@ class AttentionOver {
     const Buffer<float> vectors(count * head_dim_), sinks(count);
     for (int64_t i = 0; i < count; i++) {
       const int64_t position = rows.past + row_of(i), end = position + 1;
-      const int64_t limit = bidirectional_ ? rows.past + rows.count : end;
+      int64_t limit = bidirectional_ ? rows.past + rows.count : end;
+      if (s.ends != nullptr) limit = s.ends[rows.first + row_of(i)];
       spans.get()[i] = {window_ > 0 && end > window_ ? end - window_ : 0, limit};
       prepare(s, query(i), s.query_gain, turn(rows, row_of(i)), scale_at(position), vectors.get() + i * head_dim_);
       if (s.sinks != nullptr) sinks.get()[i] = s.sinks[head_of(i)];

@@ -159,14 +159,25 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
   const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, cache, cache,
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {value_dim}, {value_dim},
-                          {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences}};
+                          {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences},
+                          {choices.number(sequences * (rows - injected))}};
   const uint8_t left_out = choices.byte();
-  for (int i = 0; i < (injected > 0 ? 12 : 10); i++)
-    add(choices, node, shapes[i], i < 5 ? !(latent && i == 2) : !(left_out >> (i - 5) & 1));
+  const bool ends = choices.below(4) == 0;  // of rows, which see those behind them
+  for (int i = 0; i < (ends ? 13 : injected > 0 ? 12 : 10); i++) {
+    const bool is_there = i < 5 ? !(latent && i == 2) : i == 12 || !(left_out >> (i - 5) & 1);
+    add(choices, node, shapes[i], is_there && (injected > 0 || i < 10 || i == 12));
+  }
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
   const std::vector<int64_t> counts(static_cast<size_t>(sequences), choices.number(injected));
   if (injected > 0 && node.inputs[11]) set_numbers(node, 11, counts);
+  std::vector<int64_t> row_ends;
+  for (int64_t i = 0; i < sequences; i++) {
+    const int64_t end = tables.sequences[static_cast<size_t>(2 * i)] + rows, seen = choices.below(static_cast<int>(rows) + 1);
+    for (int64_t r = injected; r < rows; r++)
+      row_ends.push_back(choices.number(r < seen ? end - rows + seen : end - rows + r + 1));
+  }
+  if (ends) set_numbers(node, 12, row_ends);
   node.in_place = choices.below(2) == 0;
   node.numbers = {{"heads", choices.number(heads)}, {"kv_heads", choices.number(kv_heads)},
                   {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},

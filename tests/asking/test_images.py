@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image as Pillow
 
 from edgespec import LoadOptions
 from edgespec.asking.images import MOST_PIXELS, Image, read_image
-from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.errors import RequestError
 from tests.kit.images import base64_of, claiming, data_url, encoded, images_in, picture, seeing_model
 from tests.kit.models import toy_model
 
@@ -302,5 +303,16 @@ def test_a_model_that_reads_no_images_says_so_before_it_looks(tmp_path: Path) ->
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(EdgespecError, match=r'pictures needs PIL.* pip install "edgespec\[images\]"'):
-        read_image(b"")
+    _fails(b"", "is a picture, and reading it needs PIL")
+    _fails(b"", 'pip install "edgespec[images]"')
+
+
+def test_a_read_file_holds_its_bytes_and_not_its_pixels() -> None:
+    """So a queue of requests with pictures stays small."""
+    data = encoded(Pillow.new("RGB", (2000, 2000)))
+    tracemalloc.start()
+    image = read_image(data)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1 << 20 < image.pixels.nbytes
+    assert image.shape == image.pixels.shape == (2000, 2000, 3)

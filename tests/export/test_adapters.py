@@ -217,6 +217,8 @@ def test_plans_count_what_adapters_change(tmp_path: Path) -> None:
         edgespec.plan(source, None, adapters=("nowhere",))
 
 
-def test_a_server_of_several_models_takes_no_adapter() -> None:
-    result = CliRunner().invoke(app, ["serve", "one", "two", "--adapter", "a"])
-    assert result.exit_code != 0 and "--adapter is for one target" in " ".join(result.output.split())
+@pytest.mark.parametrize("option", ["--adapter", "--mmproj"])
+def test_a_server_of_several_models_takes_no_adapter_or_tower(option: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "one", "two", option, "a"])
+    said = " ".join(result.output.split())
+    assert result.exit_code != 0 and "--adapter and --mmproj are for one target" in said

@@ -39,6 +39,7 @@ class Layer:
     gated: bool = False  # behind each query lies its gate
     row_tables: bool = False  # of the pass's rows, not of positions
     normed_last: bool = False  # heads are normalized behind their rotation
+    later: npt.NDArray[np.int64] | None = None  # rows behind each row that it sees, too
 
     @property
     def width(self) -> int:
@@ -59,6 +60,9 @@ class Layer:
         blocks = cache.blocks[: -(-(cache.length + packed.shape[1]) // BLOCK)]
         values: tuple[Any, ...] = (packed, cache.keys, cache.values, sequence, blocks, *tables)
         values += self.query_gain, self.key_gain, self.sinks
+        if self.later is not None:
+            rows = np.arange(packed.shape[1])
+            values += None, None, cache.length + 1 + rows + self.later[: len(rows)]
         named = zip(inputs_of("Attention"), values, strict=False)  # no injected keys and values
         return {name: value for name, value in named if value is not None}
 
@@ -109,7 +113,8 @@ class Layer:
             scores = self.cap * np.tanh(scores / self.cap)
         at = past + np.arange(queries.shape[1])[:, None]
         token = np.arange(keys.shape[1])
-        seen = (token <= at) & (token > at - (self.window or 1 << 40))
+        last = at if self.later is None else at + self.later[:, None]
+        seen = (token <= last) & (token > at - (self.window or 1 << 40))
         scores = np.where(seen, scores, -np.inf)
         most = scores.max(axis=-1, keepdims=True)
         if self.sinks is not None:
@@ -298,6 +303,32 @@ def test_attention_is_what_it_is_in_float64(case: Case, threads: int) -> None:
         same(first, copied(opened, case), name)
         y = run_in_place(opened, case.layer, case.packed, cache)
         same(first, (y, cache.keys, cache.values), name)
+
+
+@settings(max_examples=60)
+@given(cases(), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=3), st.integers(1, 4))
+def test_rows_see_as_far_as_they_are_told(case: Case, runs: list[tuple[int, int]], threads: int) -> None:
+    """The rows of a run see each other; so a row may be read behind the others of its run."""
+    rows = case.packed.shape[1]
+    later, start = np.zeros(rows, np.int64), 0
+    for skipped, count in runs:
+        start = min(start + skipped, rows)
+        stop = min(start + count, rows)
+        later[start:stop] = np.arange(stop - start)[::-1]
+        start = stop
+    case = replace(case, layer=replace(case.layer, later=later))
+    model = case.layer.model()
+    first = copied(session(model, threads, "plain"), case)
+    case.check(*first)
+    for name in sets()[1:]:
+        same(first, copied(session(model, threads, name), case), name)
+    if later.any():  # again from within a run
+        behind = replace(case.cache.copy(), keys=first[1].copy(), values=first[2].copy())
+        at = int(later.argmax()) + 1
+        behind.length += at
+        layer = replace(case.layer, later=later[at:])
+        y = run_in_place(session(model), layer, case.packed[:, at:].copy(), behind)
+        same_bits(first[0][:, at:], y)
 
 
 @settings(max_examples=60)

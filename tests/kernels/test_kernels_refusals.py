@@ -198,6 +198,10 @@ def tables(*shape: int) -> Arrays:
     return dict.fromkeys(("cos", "sin"), zeros(*shape))
 
 
+def ends(*numbers: int) -> Arrays:
+    return {"row_ends": np.array(numbers, np.int64)}
+
+
 BEHIND: dict[str, Sequence[Arrays]] = {
     "attention's input": [{"packed": zeros(1, 2, 63)}, {"packed": zeros(2, 64)}],
     "impossible number of tokens": [
@@ -245,6 +249,11 @@ BEHIND: dict[str, Sequence[Arrays]] = {
     ],
     "beyond the rotary tables": [
         *(tables(6, 8), tables(0, 8), sequences((4, 1), (6, 1)) | blocks(0, 1) | tables(6, 8)),
+    ],
+    "ends are no int64": [ends(7), ends(6, 7, 7), {"row_ends": np.array([[6, 7]], np.int64)}],
+    "sees less than itself": [
+        *(ends(*pair) for pair in ((5, 7), (6, 6), (7, 6), (8, 8), (6, 2**62), (-1, 7), (-(2**63), 7))),
+        sequences((5, 1), (5, 1)) | blocks(0, 1) | ends(6, 7),
     ],
     "as wide as a head": [{"query_gain": zeros(15)}, {"key_gain": zeros(32)}, {"key_gain": zeros(0)}],
 }

@@ -58,6 +58,7 @@ class Hub:
 
     content: bytes | None = None  # of every file, whatever its path; None where ``files`` are served
     files: dict[str, bytes] = field(default_factory=dict)  # of ``REPOSITORY``
+    architecture: str | None = None  # of its GGUF files
     commit: str = "0a" * 20  # the one commit: every revision is it
     revisions: tuple[str, ...] = ("main",)
     status: int = 200
@@ -79,7 +80,8 @@ class Hub:
                 digest = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 135}
             siblings.append(entry)
-        return json.dumps({"id": REPOSITORY, "sha": self.commit, "siblings": siblings}).encode()
+        about = {"gguf": {"architecture": self.architecture}} if self.architecture else {}
+        return json.dumps({"id": REPOSITORY, "sha": self.commit, "siblings": siblings, **about}).encode()
 
     def answer(self, path: str) -> bytes | None:
         """The body for a path; None where there is nothing."""

@@ -40,7 +40,7 @@ BUDGETS = (256, 1024, 4096)
 
 
 def picture(number: int) -> npt.NDArray[np.uint8]:
-    return seeing.picture(number, SIZES)
+    return seeing.picture_of(number, SIZES[number])
 
 
 def config(**vision: Any) -> dict[str, Any]:

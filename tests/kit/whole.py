@@ -33,7 +33,7 @@ from edgespec_export.graphs.ranges import ActivationRanges
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, Bundle
 from edgespec_models.bundles.static_graphs import VERIFY_ROWS, ExportDevice
 from edgespec_models.graphs.static_decoder import build_static_decoder
-from tests.kit import assistants, block_heads, golden_heads, mtp, seeing_qwen
+from tests.kit import assistants, block_heads, golden_heads, mtp, seeing, seeing_lfm2, seeing_qwen
 from tests.kit.gguf import BLOCKS_OF_256, FORMATS, TinyGGUF, random_raw, tiny_gguf
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import CASES, PLAIN, PORTABLE, VOCAB, config_of, weights, write_directory
@@ -288,6 +288,14 @@ def _layer_that_sees(folder: Path) -> Any:
     return source, source
 
 
+def _seeing(kind: str, folder: Path) -> tuple[Path, None]:
+    return _with_texts(seeing.write(folder / "m", kind)), None
+
+
+def _seeing_in_tiles(folder: Path) -> tuple[Path, None]:
+    return seeing_lfm2.write(folder / "m"), None
+
+
 def _layer_of_directory(case: str, folder: Path) -> Any:
     source = _with_texts(mtp.write_hf(folder / "m", case=case))
     return source, source
@@ -319,6 +327,8 @@ def _families() -> dict[str, Whole]:
         first = {config_of(case)["model_type"]: case for case in reversed(cases)}  # of each family
         for case in sorted(first.values()):
             bundles[f"{case}/directory/{device}"] = Whole(partial(_directory, case), DEVICES[device])
+    bundles |= {f"gemma4 that sees/{kind}": Whole(partial(_seeing, kind)) for kind in seeing.KINDS}
+    bundles["lfm2 that sees"] = Whole(_seeing_in_tiles)
     every_width = replace(bundles["llama/directory/npu-openvino"], verify=VERIFY_ROWS)
     bundles["llama/directory/npu-openvino"] = every_width
     file = partial(_file, partial(gguf_of, "qwen2", "Q8_0"))

@@ -91,6 +91,32 @@ def test_a_file_is_named_by_its_weight_format(hub: Hub, monkeypatch: pytest.Monk
         pull_hub(HubReference.parse(f"hf:{REPOSITORY}:Q8_0"))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "files", "taken"),
+    [
+        ("gemma4", ("mmproj-F16.gguf", "mmproj-BF16.gguf", "mmproj-Q8_0.gguf"), ["mmproj-Q8_0.gguf"]),
+        ("gemma4", ("mmproj-F16.gguf", "mmproj-BF16.gguf", "mmproj-F32.gguf"), ["mmproj-BF16.gguf"]),
+        ("gemma4", ("q/mmproj-F16.gguf", "mmproj-F32.gguf"), ["mmproj-F32.gguf"]),  # beside the model
+        ("gemma4", ("mmproj-Q8_0.gguf", "mmproj-tiny-a.gguf"), ["mmproj-tiny-a.gguf"]),
+        ("gemma4", ("imatrix.gguf",), []),
+        ("llama", ("mmproj-F16.gguf",), []),
+        (None, ("mmproj-F16.gguf",), []),
+    ],
+)
+def test_the_tower_comes_with_a_model_that_sees(
+    hub: Hub, architecture: str | None, files: tuple[str, ...], taken: list[str]
+) -> None:
+    hub.files = {"tiny-Q4_0.gguf": hub.files["q/tiny.gguf"]} | dict.fromkeys(files, b"a tower")
+    hub.architecture = architecture
+    place = pull_hub(HubReference.parse(f"hf:{REPOSITORY}:Q4_0"))
+    assert hub.fetched == ["tiny-Q4_0.gguf", *taken]
+    assert sorted(path.name for path in place.parent.iterdir()) == sorted([place.name, *taken])
+    assert pulled_hub(HubReference.parse(f"hf:{REPOSITORY}:Q4_0")) == place
+    for name in taken:
+        (place.parent / name).unlink()
+        assert pulled_hub(HubReference.parse(f"hf:{REPOSITORY}:Q4_0")) is None
+
+
 def test_a_commit_that_came_as_a_branch_needs_no_network(hub: Hub) -> None:
     for name in ("", "/q/tiny.gguf"):
         place = pull_hub(HubReference.parse(f"hf:{REPOSITORY}{name}"))

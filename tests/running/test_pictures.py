@@ -1,10 +1,11 @@
-"""A tiny Gemma 4 that sees: its vectors, prompts and answers beside transformers', and what it keeps."""
+"""Tiny models of Gemma 4 that see: vectors, prompts and answers beside transformers', and what they keep."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from itertools import takewhile
+from functools import cache
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,26 +17,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from edgespec.asking.images import Image as Picture
 from edgespec.asking.images import read_image
 from edgespec.asking.pictures import Pictures
 from edgespec.engine import LoadOptions, Model, load
 from edgespec.loading.footprint import footprint_of
+from edgespec.loading.planning import plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs.tower import write_tower
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import BundleError, ModelFileError, RequestError
+from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError
 from edgespec_models.families.towers import Tower
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from edgespec_runtimes.session import Rows
+from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.vision import VisionSession
 from tests.kit import seeing
-from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import drawn, weights, write_directory
 
 F32 = npt.NDArray[np.float32]
-GOLDEN: dict[str, Any] = dict(np.load(Path(__file__).parents[1] / "golden_hf/seeing.npz"))
+GOLDENS: dict[str, dict[str, Any]] = {
+    kind: dict(np.load(Path(__file__).parents[1] / f"golden_hf/{kind}.npz")) for kind in seeing.KINDS
+}
+GOLDEN = GOLDENS["seeing"]
 PICTURES, BUDGET = range(len(seeing.SIZES)), 70
 ONE = CpuOptions(threads=1, prefill_chunk=24)
 """So that a picture is read in several passes."""
@@ -49,9 +54,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(source: Path) -> Bundle:
-    export_model(source, source.with_name("bundle"))
-    return Bundle(source.with_name("bundle"), verify_digests=True)
+def bundle(bundles: Callable[[str], Bundle]) -> Bundle:
+    return bundles("seeing")
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Callable[[str], Bundle]:
+    """The bundle of a kind, made at its first use."""
+
+    @cache
+    def made(kind: str) -> Bundle:
+        folder = tmp_path_factory.mktemp(kind)
+        export_model(source if kind == "seeing" else seeing.write(folder / "source", kind), folder / "bundle")
+        return Bundle(folder / "bundle", verify_digests=True)
+
+    return made
+
+
+@pytest.fixture(params=seeing.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return cast("str", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +94,29 @@ def messages(*parts: str | int | F32) -> list[dict[str, Any]]:
 
 
 def pictured(bundle: Bundle, number: int) -> Pictures:
-    """The third prompt's tokens with their pictures, which one tower sees."""
+    """A prompt's tokens with their pictures, which one tower sees."""
     images = [
         read_image(Image.fromarray(seeing.picture(part)), detail="low")
         for part in seeing.PROMPTS[number]
         if isinstance(part, int)
     ]
-    return Pictures(GOLDEN[f"tokens_{number}"].tolist(), images, bundle, VisionSession(bundle, ONE).vectors)
+    tower = VisionSession(bundle, ONE)
+
+    def see(name: str, image: Picture, budget: int, rows: int) -> F32:
+        return tower.vectors(image.pixels, budget)
+
+    return Pictures(GOLDEN[f"tokens_{number}"].tolist(), images, bundle, see)
 
 
-@pytest.mark.parametrize(("name", "facts"), [("vectors", {}), ("other", seeing.OTHER)])
-def test_vectors_are_those_of_transformers(name: str, facts: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "facts"),
+    [*((kind, "vectors", {}) for kind in seeing.KINDS), ("seeing", "other", seeing.OTHER)],
+)
+def test_vectors_are_those_of_transformers(
+    kind: str, name: str, facts: dict[str, Any], tmp_path: Path
+) -> None:
     """In float32, as the graph is for other operators than edgespec's."""
-    with open_checkpoint(seeing.write(tmp_path / "source", **facts)) as checkpoint:
+    with open_checkpoint(seeing.write(tmp_path / "source", kind, **facts)) as checkpoint:
         assert checkpoint.tower is not None
         tower, tensors = checkpoint.tower
         write_tower(tower, tensors, tmp_path, exact=True)
@@ -92,33 +124,39 @@ def test_vectors_are_those_of_transformers(name: str, facts: dict[str, Any], tmp
     session = VisionSession(exact, ONE)
     for number in PICTURES:
         vectors = session.vectors(seeing.picture(number), BUDGET)
-        np.testing.assert_allclose(vectors, GOLDEN[f"{name}_{number}"], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(vectors, GOLDENS[kind][f"{name}_{number}"], rtol=0, atol=2e-5)
 
 
-def test_in_8_bits_vectors_are_nearly_the_same(bundle: Bundle) -> None:
+def test_in_8_bits_vectors_are_nearly_the_same(bundles: Callable[[str], Bundle], kind: str) -> None:
+    bundle = bundles(kind)
     session, gentle = VisionSession(bundle, ONE), VisionSession(bundle, replace(ONE, low_priority=True))
     for number in PICTURES:
-        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDEN[f"vectors_{number}"]
+        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDENS[kind][f"vectors_{number}"]
         assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
         np.testing.assert_array_equal(gentle.vectors(seeing.picture(number), BUDGET), vectors)
 
 
-@pytest.mark.parametrize("number", range(len(seeing.PROMPTS)))
-def test_prompts_and_answers_are_those_of_transformers(model: Model, number: int) -> None:
-    question, expected = messages(*seeing.PROMPTS[number]), GOLDEN[f"answer_{number}"].tolist()
-    assert model.count_tokens(question) == len(GOLDEN[f"tokens_{number}"])
-    answer = model.chat(question, **FREE, logprobs=True)
-    tokens = [*answer.tokens]
-    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected, strict=True))])
-    assert same == seeing.NEW or GOLDEN[f"leads_{number}"][same] < 0.05  # a near-tie, and 8 bits decide
-    logits = GOLDEN[f"logits_{number}"].astype(np.float64)
-    first = logits[tokens[0]] - np.log(np.exp(logits).sum())
-    assert abs((answer.records[0].logprob or 0.0) - first) < 0.1
+def test_prompts_and_answers_are_those_of_transformers(bundles: Callable[[str], Bundle], kind: str) -> None:
+    golden = GOLDENS[kind]
+    with load(bundles(kind).path, None, options=OPTIONS) as model:
+        for number, prompt in enumerate(seeing.PROMPTS):
+            question, expected = messages(*prompt), golden[f"answer_{number}"].tolist()
+            assert model.count_tokens(question) == len(golden[f"tokens_{number}"])
+            answer = model.chat(question, **FREE, logprobs=True)
+            tokens = [*answer.tokens]
+            same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected, strict=True))])
+            # Else a near-tie, and 8 bits decide.
+            assert same == seeing.NEW or golden[f"leads_{number}"][same] < 0.05
+            logits = golden[f"logits_{number}"].astype(np.float64)
+            first = logits[tokens[0]] - np.log(np.exp(logits).sum())
+            assert abs((answer.records[0].logprob or 0.0) - first) < 0.1
 
 
-def test_drafts_and_other_answers_change_nothing(bundle: Bundle, model: Model) -> None:
+def test_drafts_and_other_answers_change_nothing(bundles: Callable[[str], Bundle], kind: str) -> None:
+    bundle = bundles(kind)
     questions = [messages(*prompt) for prompt in seeing.PROMPTS] + [messages("a text alone")]
-    alone = [model.chat(question, **FREE).tokens for question in questions]
+    with load(bundle.path, None, options=OPTIONS) as model:
+        alone = [model.chat(question, **FREE).tokens for question in questions]
     with (
         load(bundle.path, "ngram", options=OPTIONS) as drafting,
         ThreadPoolExecutor(len(questions)) as pool,
@@ -158,11 +196,64 @@ def test_a_known_picture_is_not_seen_again_after_a_restart(
     question, options = messages(*seeing.PROMPTS[2]), LoadOptions(threads=1)
     with load(bundle.path, None, options=options) as opened:
         before = opened.chat(question, **FREE)
+        other = messages("and now ", *seeing.PROMPTS[2])
+        behind = opened.chat(other, **FREE, prompt_cache=False)
     monkeypatch.setattr(VisionSession, "vectors", None)
     with load(bundle.path, None, options=options) as opened:
         after = opened.chat(question, **FREE)
+        assert opened.chat(other, **FREE).tokens == behind.tokens  # pictures elsewhere
+        with pytest.raises(TypeError):
+            opened.chat(messages(2), **FREE)  # one that it never saw
+        opened.forget()
+        with pytest.raises(TypeError):
+            opened.chat(question, **FREE)
     assert after.tokens == before.tokens
     assert after.stats.cached_tokens >= before.stats.prompt_tokens - 32
+
+
+def test_pictures_of_private_requests_are_not_written(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, options = messages(*seeing.PROMPTS[3]), LoadOptions(threads=1)
+    with load(bundle.path, None, options=options) as opened:
+        opened.forget()
+        opened.chat(question, **FREE, prompt_cache=False)
+    monkeypatch.setattr(VisionSession, "vectors", None)
+    with load(bundle.path, None, options=options) as opened, pytest.raises(TypeError):
+        opened.chat(question, **FREE)
+
+
+def test_rows_of_a_picture_see_each_other_in_windows(bundles: Callable[[str], Bundle]) -> None:
+    """So a pass reads all of them, or all that are not in the cache, whatever else it reads."""
+    bundle = bundles("whole")
+    pictures = pictured(bundle, 2)
+    rows, end = pictures.tokens, len(pictures.tokens)
+    first = next(at for at, row in enumerate(rows) if row < 0)
+    stop = next(at for at in range(first, end) if rows[at] >= 0)
+    assert [pictures.end(0, at) for at in (first, first + 1, stop - 1, stop)] == [first, first, first, stop]
+    assert [pictures.end(first, at) for at in (first + 1, stop)] == [stop, stop]
+    with closing(open_cpu(bundle, ONE)) as session:
+        model, other = session.model, session.model.session()
+
+        def part(start: int, stop: int, of: Session = session) -> Rows:
+            return Rows(of, rows[start:stop], 1, vectors=pictures.vectors(start, stop))
+
+        def logits(*cuts: int) -> F32:
+            for start, stop in pairwise(cuts):
+                predictions = model.predict_together([part(start, stop)])
+            return predictions[0].logits.copy()
+
+        whole = logits(0, end)
+        for cuts in ((0, first, stop, end), (0, first - 1, end)):
+            session.rewind(0)
+            np.testing.assert_array_equal(logits(*cuts), whole)
+        session.rewind(first + 5)  # the picture's beginning stays
+        np.testing.assert_array_equal(logits(first + 5, stop, end), whole)
+        session.rewind(0)
+        assert not np.array_equal(logits(0, first + 20, end), whole)  # not all of it
+        session.rewind(first)
+        together = [part(first, end), part(0, stop, other)]
+        np.testing.assert_array_equal(model.predict_together(together)[0].logits, whole)
 
 
 def test_undone_rows_of_a_picture_are_read_again_alike(bundle: Bundle) -> None:
@@ -201,75 +292,83 @@ def test_with_text_alone_it_is_the_model_without_eyes(bundle: Bundle, tmp_path: 
             np.testing.assert_array_equal(sees.predict(text).logits, reads.predict(text).logits)
 
 
-_NAMES = {
-    "input_layernorm": "ln1",
-    "post_attention_layernorm": "attn_post_norm",
-    "pre_feedforward_layernorm": "ln2",
-    "post_feedforward_layernorm": "ffn_post_norm",
-    **{f"self_attn.{kind}_proj": f"attn_{kind}" for kind in "qkv"},
-    **{f"self_attn.{kind}_norm": f"attn_{kind}_norm" for kind in "qk"},
-    "self_attn.o_proj": "attn_out",
-    **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
-}
-
-
-def write_mmproj(path: Path, **changed: object) -> Path:
-    """The tower as llama.cpp's converter writes it."""
-    facts = seeing.config()["vision_config"]
-    sizes = {
-        "projection_dim": seeing.WIDTH,
-        "embedding_length": facts["hidden_size"],
-        "feed_forward_length": facts["intermediate_size"],
-        "block_count": facts["num_hidden_layers"],
-        "attention.head_count": facts["num_attention_heads"],
-        "attention.layer_norm_epsilon": facts["rms_norm_eps"],
-        "patch_size": facts["patch_size"],
-        "projector_type": "gemma4v",
-        **changed,
-    }
-    file = TinyGGUF("clip", {f"clip.vision.{key}": value for key, value in sizes.items()})
-    side = facts["patch_size"]
-    for name, values in seeing.tower_tensors(facts).items():
-        layer, _, rest = name.replace(".linear.", ".").partition("encoder.layers.")[2].partition(".")
-        kind, _, end = rest.rpartition(".")
-        stored = f"v.blk.{layer}.{_NAMES.get(kind)}.{end}"
-        if name.endswith("input_proj.weight"):
-            stored = "v.patch_embd.weight"
-        elif name.endswith("table"):
-            stored = "v.position_embd.weight"
-        elif name.startswith("embed_vision"):
-            stored = "mm.input_projection.weight"
-        file.tensors[stored] = "F32", np.atleast_1d(values)
-    patches = file.tensors["v.patch_embd.weight"][1].reshape(-1, side, side, 3)
-    file.tensors["v.patch_embd.weight"] = "F32", np.ascontiguousarray(patches.transpose(0, 3, 1, 2))
-    return file.write(path)
-
-
-def write_text_model(path: Path) -> Path:
-    text = gguf_of("gemma4")
+def write_text_model(path: Path, case: str = "gemma4") -> Path:
+    text = gguf_of(case)
     tokens = cast("list[str]", text.metadata["tokenizer.ggml.tokens"])
     tokens[seeing.BEGIN : seeing.END + 1] = seeing.SPECIALS[seeing.BEGIN :]
     return text.write(path)
 
 
+def sees_alike(bundle: Bundle, kind: str) -> None:
+    """Its vectors are those of the golden, and it is told of pictures as the directory's bundle is."""
+    tower = cast("Tower", bundle.manifest.vision)
+    told = tower.marker, tower.around, tower.whole
+    assert told == (seeing.MARKER, (seeing.BEGIN, seeing.END), kind != "seeing")
+    session = VisionSession(bundle, ONE)
+    for number in PICTURES:
+        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDENS[kind][f"vectors_{number}"]
+        assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
+
+
 def test_a_tower_in_a_file_beside_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The most alike by name, of those that fit. One that is damaged is named."""
     source = write_text_model(tmp_path / "tiny-Q8_0.gguf")
-    write_mmproj(tmp_path / "mmproj-a-wide.gguf", projection_dim=128)
-    write_mmproj(tmp_path / "mmproj-other.gguf", projector_type="gemma4uv")
+    seeing.mmproj(projection_dim=128).write(tmp_path / "mmproj-a-wide.gguf")
+    seeing.mmproj(projector_type="gemma4uv").write(tmp_path / "mmproj-other.gguf")
     (tmp_path / "mmproj-tiny-Q8_0.gguf").write_bytes(b"GGUF, cut off")
     export_model(source, tmp_path / "blind")
     assert not Bundle(tmp_path / "blind").reads_images
     assert "mmproj-tiny-Q8_0.gguf is left out: " in caplog.text
-    write_mmproj(tmp_path / "mmproj-tiny-F16.gguf")
+    seeing.mmproj().write(tmp_path / "mmproj-tiny-F16.gguf")
     export_model(source, tmp_path / "sees")
-    bundle = Bundle(tmp_path / "sees")
-    tower = cast("Tower", bundle.manifest.vision)
-    assert (tower.marker, tower.around) == (seeing.MARKER, (seeing.BEGIN, seeing.END))
-    session = VisionSession(bundle, ONE)
-    for number in PICTURES:
-        vectors, exact = session.vectors(seeing.picture(number), BUDGET), GOLDEN[f"vectors_{number}"]
-        assert np.linalg.norm(vectors - exact) < 0.03 * np.linalg.norm(exact)
+    sees_alike(Bundle(tmp_path / "sees"), "seeing")
+
+
+def test_a_tower_in_a_file_that_is_named(kind: str, tmp_path: Path) -> None:
+    source = write_text_model(tmp_path / "tiny.gguf", "gemma4" if kind == "seeing" else "gemma4_tied")
+    (tmp_path / "elsewhere").mkdir()
+    named = seeing.mmproj(kind).write(tmp_path / "elsewhere/tower.gguf")
+    with load(source, None, options=LoadOptions(threads=1, mmproj=named)) as opened:
+        assert opened.reads_images
+        sees_alike(opened.target, kind)
+    with load(source, None, options=OPTIONS) as opened:
+        assert not opened.reads_images
+    seen, blind = (plan(source, None, mmproj=mmproj).target for mmproj in (named, None))
+    assert seen.working_bytes > blind.working_bytes
+
+
+def test_named_towers_that_do_not_fit_are_refused(source: Path, bundle: Bundle, tmp_path: Path) -> None:
+    model = write_text_model(tmp_path / "tiny.gguf")
+    good = seeing.mmproj().write(tmp_path / "good.gguf")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF, cut off")
+    wide = seeing.mmproj(projection_dim=128).write(tmp_path / "wide.gguf")
+    cases: list[tuple[Path, ExportOptions, str]] = [
+        (model, ExportOptions(mmproj=tmp_path / "cut.gguf"), "cut.gguf has GGUF version"),
+        (model, ExportOptions(mmproj=wide), "has no tower that edgespec runs with tiny.gguf; give the"),
+        (model, ExportOptions(mmproj=model), "has no tower"),
+        (model, ExportOptions(mmproj=tmp_path / "none.gguf"), "none.gguf"),
+        (source, ExportOptions(mmproj=good), "is a directory or a head; leave out mmproj"),
+        (model, ExportOptions(mmproj=good, weights="portable"), "mmproj is for targets on edgespec's own"),
+        (model, ExportOptions(mmproj=good, role="drafter"), "mmproj is for targets on edgespec's own"),
+        (model, ExportOptions(mmproj=good, device="cuda"), "mmproj is for targets on edgespec's own"),
+    ]
+    for path, options, problem in cases:
+        with pytest.raises(EdgespecError, match=problem):
+            export_model(path, tmp_path / "bundle", options=options)
+    with pytest.raises(ModelFileError, match="which is no file; give a model's mmproj"):
+        load(model, None, options=LoadOptions(mmproj=tmp_path / "none.gguf"))
+    with pytest.raises(RequestError, match="no model's source"):
+        load(bundle.path, None, options=LoadOptions(mmproj=good))
+
+
+def test_exports_for_other_operators_say_that_they_are_blind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export_model(
+        seeing.write(tmp_path / "s", "whole"), tmp_path / "bundle", options=ExportOptions(weights="portable")
+    )
+    assert not Bundle(tmp_path / "bundle").reads_images
+    assert "pictures need edgespec's own kernels" in caplog.text
 
 
 @settings(max_examples=200, deadline=None)
@@ -343,7 +442,6 @@ def test_towers_that_are_not_whole_are_refused(
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda facts: facts["text_config"].update(use_bidirectional_attention="vision"),
         lambda facts: facts["text_config"].update(pad_token_id=2),
         lambda facts: facts["vision_config"].update(hidden_activation="relu"),
         lambda facts: facts["vision_config"].update(num_key_value_heads=1),
@@ -354,7 +452,7 @@ def test_towers_that_edgespec_does_not_run_leave_the_text_model(
 ) -> None:
     facts = seeing.config()
     changed(facts)
-    monkeypatch.setattr(seeing, "config", lambda: facts)
+    monkeypatch.setattr(seeing, "config", lambda _: facts)
     export_model(seeing.write(tmp_path / "source"), tmp_path / "bundle")
     assert not Bundle(tmp_path / "bundle").reads_images
 

@@ -101,7 +101,10 @@ def pictured(bundle: Bundle, number: int, more: Sequence[int] = ()) -> Pictures:
     numbers = [part for part in kit.PROMPTS[number] if isinstance(part, int)]
     images = [read_image(Image.fromarray(kit.picture(n)), image_tokens=kit.BUDGET) for n in numbers]
     tokens = [*GOLDEN[f"tokens_{number}"].tolist(), *more]
-    return Pictures(tokens, images, bundle, VisionSession(bundle, ONE).vectors)
+    session = VisionSession(bundle, ONE)
+    return Pictures(
+        tokens, images, bundle, lambda _, image, budget, rows: session.vectors(image.pixels, budget)
+    )
 
 
 def rows_of(session: Session, pictures: Pictures, start: int, end: int, wanted: int = 1) -> Rows:

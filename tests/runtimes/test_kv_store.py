@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from edgespec_models.decoders.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.predictions import Floats
 from tests.kit.models import toy_session
 from tests.kit.prompts import SIZE, Showing, request, sizes, text
 from tests.kit.toy import KV_BYTES, ToySession
@@ -189,3 +191,57 @@ def test_what_a_session_held_before_is_not_written_for_a_text_it_never_read(tmp_
     store.fetch(session, text(0, 200))
     store.write_behind()
     assert request(tmp_path, private) == 0
+
+
+# ---- Pictures ----
+
+pictures = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # a picture
+        st.booleans(),  # on disk
+        st.sampled_from(["nothing", "write", "trim", "restart", "damage", "forget"]),  # what follows
+    ),
+    min_size=1,
+    max_size=16,
+)
+
+
+@given(asked=pictures, memory=st.sampled_from([0, 100, 1000]), disk=st.sampled_from([0, 100, 1 << 20]))
+def test_vectors_of_pictures_stay_within_bounds_and_are_those_that_were_made(
+    tmp_path_factory: pytest.TempPathFactory, asked: list[tuple[int, bool, str]], memory: int, disk: int
+) -> None:
+    folder, session = tmp_path_factory.mktemp("prompts"), Showing()
+    store = KvStore(memory, BlockFiles(folder, disk))
+    held, public, written = set[int](), set[int](), set[int]()
+    for number, on_disk, then in asked:
+        rows, made = 2 + number, list[int]()
+
+        def make(number: int = number, rows: int = rows, made: list[int] = made) -> Floats:
+            made.append(number)
+            return np.full((rows, 3), number + 0.5, np.float32)
+
+        found = store.vectors(session.model, f"picture {number}", (rows, 3), make, on_disk=on_disk)
+        if memory == 1000 and disk != 100:
+            assert bool(made) != (number in held or (on_disk and number in written))
+        np.testing.assert_array_equal(found, make())
+        assert store.nbytes <= memory and sizes(folder) <= disk
+        if memory == 1000:
+            held.add(number)
+            public |= {number} if on_disk else set()
+        if then != "nothing":
+            store.write_behind()
+            written |= public if disk > 100 else set()
+        if then == "trim":
+            assert store.trim([]) <= memory and store.nbytes == 0
+        elif then == "restart":
+            store = KvStore(memory, BlockFiles(folder, disk))
+        elif then == "damage":
+            for block in stored(folder):
+                block.path.write_bytes(block.path.read_bytes()[:-1] + b"x")
+        elif then == "forget":
+            store.forget(session, on_disk=True)
+            assert store.nbytes == 0 and not [*stored(folder)]
+        if then in ("trim", "restart", "forget"):
+            held, public = set(), set()
+        if then in ("damage", "forget"):
+            written = set()

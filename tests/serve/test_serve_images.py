@@ -1,5 +1,6 @@
 """Pictures in requests of each protocol, sent by its own client."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,14 @@ def test_pictures_of_a_request_have_a_bound(seeing: ServedModel, seen_at: str) -
         "content[1].image_url.url is 8192 x 8192 pixels large; allowed: 67,108,864 pixels in all"
         in reply.error
     )
+
+
+def test_a_server_without_pillow_names_the_extra(seen_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"model": "served", **_user({"type": "image_url", "image_url": {"url": URL}})}
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    reply = ask(seen_at, CHAT, body)
+    assert reply.status == 400 and 'pip install "edgespec[images]"' in reply.error
+    assert reply.json["error"]["param"] == "messages[0].content[0].image_url.url"
 
 
 def _user(*parts: object) -> dict[str, Any]:

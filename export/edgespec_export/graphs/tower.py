@@ -14,8 +14,13 @@ from edgespec_models.bundles.bundle import VISION, VISION_DATA
 from edgespec_models.errors import ModelFileError
 from edgespec_models.families.towers import Tower
 from edgespec_models.files.blocks import Blocks, unpack
-from edgespec_models.files.tensors import FLOATS, Tensor
-from edgespec_models.graphs.tower import TILES, build_tower
+from edgespec_models.files.tensors import FLOATS, GGMLType, Tensor
+from edgespec_models.graphs.tower import TILES, build_tower, padded
+
+
+def tower_bytes(tower: Tower) -> int:
+    """Bytes of a tower's weights on disk."""
+    return allocate(build_tower(tower)[0], Path(), VISION_DATA)[1]
 
 
 def write_tower(
@@ -45,7 +50,10 @@ def write_tower(
                     f"the tower's tensor {name!r} holds no numbers; download or convert it again"
                 )
             if value.dtype == ir.DataType.UINT8:
-                numbers = Stored(name, (name,), TILES).encode(tensor.type, raw, values)["weight"]
+                kind, more = tensor.type, padded(shape[1]) - shape[1]
+                if more:
+                    kind, values = GGMLType.F32, np.pad(numbers, ((0, 0), (0, more)))
+                numbers = Stored(name, (name,), TILES).encode(kind, raw, values)["weight"]
             write(name, numbers)
         file.truncate(size)
     ir.save(model, folder / VISION)

@@ -111,6 +111,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """The kernels' format that a tensor in floats needs; None for any."""
         return None
 
+    def warn_of_blindness(self) -> None:
+        """Warn that an export for other operators than edgespec's has no tower."""
+        if self.tower is not None:
+            _LOG.warning(
+                "%s: only the text model is exported; pictures need edgespec's own kernels, on CPUs with the "
+                "weights 'exact'",
+                self.path.name,
+            )
+
     @property
     def n_bytes(self) -> int:
         """Bytes of all files."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
-from edgespec_export.sources.mmproj import tower_beside
+from edgespec_export.sources.mmproj import tower_for
 from edgespec_export.sources.ranking import ranking_of
 from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.decoders.transformer import Transformer
@@ -78,9 +78,12 @@ class _Keys(Facts):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A model in a GGUF file or in several, whose key-value pairs are its ``metadata``."""
+    """A model in a GGUF file or in several, whose key-value pairs are its ``metadata``.
 
-    def __init__(self, path: Path) -> None:
+    ``mmproj`` is the file of its tower, if that is not to be one beside it.
+    """
+
+    def __init__(self, path: Path, mmproj: Path | None = None) -> None:
         with ExitStack() as stack:
             file = self._open_file(path, stack)
             family = family_of(file)
@@ -103,9 +106,9 @@ class GGUFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             texts = self.metadata.get("tokenizer.ggml.tokens")
-            beside = tower_beside(path, self.config, texts if isinstance(texts, list) else (), stack)
-            if beside is not None:
-                self.tower, self.files = beside[:2], (*self.files, beside[2])
+            tower = tower_for(path, self.config, texts if isinstance(texts, list) else (), stack, mmproj)
+            if tower is not None:
+                self.tower, self.files = tower[:2], (*self.files, tower[2])
             self.stack = stack.pop_all()
         # Cached, so that they warn once.
         self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))

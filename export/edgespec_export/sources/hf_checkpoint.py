@@ -65,13 +65,13 @@ class HFCheckpoint(Checkpoint):
             raise RequestError(f"{path} {NEEDS_TARGET}")
         self.family, facts = model_of(stated)
         self.config, self._eyes = config_of(facts, self.family), bool(facts.section("text_config").keys)
-        self._tower = tower_of(stated)
         self.logits_factor = logits_factor(facts)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         self.tokenizer_json, self.special_tokens = tokenizer.json, cache(tokenizer.special_tokens)
         self.chat_templates, self._ending = tokenizer.chat_templates, tokenizer.ending
+        self._tower = tower_of(stated, tokenizer.added)
         self.sampling = Sampling.advised(tokenizer.generation)
         self.stack = ExitStack()
         with self.stack as opened:

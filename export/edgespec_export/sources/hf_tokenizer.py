@@ -60,6 +60,10 @@ class HFTokenizer:
         """
         return self._read[0]
 
+    def added(self) -> dict[str, int]:
+        """The ids of added tokens, special ones among them; raises as :meth:`json` does."""
+        return {token["content"]: token["id"] for token in json.loads(self.json()).get("added_tokens", [])}
+
     @cached_property
     def _read(self) -> tuple[str, Tokenizer]:
         where = self._folder / _TOKENIZER

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_models.decoders.transformer import Transformer
-from edgespec_models.errors import EdgespecError
+from edgespec_models.errors import EdgespecError, UnsupportedModelError
 from edgespec_models.families import TOWERS
 from edgespec_models.families.towers import Tower
 from edgespec_models.files.facts import Facts
@@ -22,13 +22,26 @@ FILES = "*mmproj*.gguf"
 _LOG = logging.getLogger("edgespec")
 
 
-def tower_beside(
-    path: Path, config: Transformer, tokens: Sequence[object], stack: ExitStack
+def tower_for(
+    path: Path, config: Transformer, tokens: Sequence[object], stack: ExitStack, named: Path | None
 ) -> tuple[Tower, Mapping[str, Tensor], Path] | None:
     """The tower of the model at ``path``, its tensors, and its file, which ``stack`` closes; None without.
 
-    Among several the one with the name most like the model's counts.
+    Among several beside the model the one with the name most like the model's counts; ``named`` is another
+    file.
+
+    Raises:
+        ModelFileError: the named file is damaged.
+        UnsupportedModelError: it has no tower that edgespec runs with this model.
     """
+    if named is not None:
+        made = _read(open_parts(named, stack), config, tokens)
+        if made is None:
+            raise UnsupportedModelError(
+                f"{named} has no tower that edgespec runs with {path.name}; give the mmproj file of this "
+                f"model, of one of these kinds: {', '.join(family.gguf for family in TOWERS)}"
+            )
+        return *made, named
 
     def alike(file: Path) -> int:
         letters = zip(file.name.removeprefix("mmproj-"), path.name, strict=False)

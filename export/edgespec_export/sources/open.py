@@ -12,23 +12,29 @@ from edgespec_export.sources.heads import GGUFHead, HFHead
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
 from edgespec_export.sources.mtp import GGUFLayer, HFLayer, is_layer
 from edgespec_models.bundles.foreign import is_model, what_instead
-from edgespec_models.errors import ModelFileError
+from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.families import head_of, of_gguf
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of
 
 
-def open_checkpoint(source: Path, target: Path | None = None, adapters: Sequence[str] = ()) -> Checkpoint:
+def open_checkpoint(
+    source: Path,
+    target: Path | None = None,
+    adapters: Sequence[str] = (),
+    mmproj: Path | None = None,
+) -> Checkpoint:
     """Open a GGUF file or a Hugging Face directory; with a ``target``, a head of it, or its MTP layer.
 
-    ``adapters`` are merged (:func:`.adapters.add_adapters`).
+    ``adapters`` are merged (:func:`.adapters.add_adapters`). ``mmproj`` is the file with a GGUF file's tower.
 
     Raises:
         ModelFileError: it is neither, or damaged, or an adapter does not fit.
         UnsupportedModelError: a model that edgespec cannot export.
-        RequestError: a head without its target, or a target with something else.
+        RequestError: a head without its target, or a target with something else; an ``mmproj`` with it, or
+            for a directory.
     """
-    checkpoint = _open(source, target)
+    checkpoint = _open(source, target, mmproj)
     try:
         if adapters:
             add_adapters(checkpoint, adapters)
@@ -38,10 +44,15 @@ def open_checkpoint(source: Path, target: Path | None = None, adapters: Sequence
     return checkpoint
 
 
-def _open(source: Path, target: Path | None) -> Checkpoint:
+def _open(source: Path, target: Path | None, mmproj: Path | None) -> Checkpoint:
+    if mmproj is not None and (target is not None or source.is_dir()):
+        raise RequestError(
+            f"mmproj is {mmproj}, the tower of a GGUF file's model, and {source} is a directory or a head; "
+            "leave out mmproj"
+        )
     if source.is_file():
         if target is None:
-            return GGUFCheckpoint(source)
+            return GGUFCheckpoint(source, mmproj)
         return _class_of(source)(source, _open_target(target))
     if is_model(source):
         raise ModelFileError(f"{source} is a bundle, or runs without an export; give a model's source")

@@ -66,6 +66,19 @@ class Part(NamedTuple):
             return self.positions
         return np.repeat(np.arange(self.start, self.end)[:, None], 3, axis=1)
 
+    @property
+    def row_ends(self) -> list[int]:
+        """The tokens of the sequence that each row sees where rows of a picture see each other.
+
+        Rows of pictures that follow each other are of one picture, as in transformers: prompts have tokens
+        between two.
+        """
+        ends = [*range(self.start + 1, self.end + 1)]
+        for at in reversed(range(len(ends) - 1)):
+            if self.tokens[at] < 0 and self.tokens[at + 1] < 0:
+                ends[at] = ends[at + 1]
+        return ends
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -135,6 +148,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
         ),
         "picture_vectors": lambda run: np.asarray(run.vectors),
         "row_positions": lambda run: np.concatenate([part.row_positions for part in run.parts]),
+        "row_ends": lambda run: [*chain.from_iterable(part.row_ends for part in run.parts)],
     }
 )
 """Inputs of graphs of any shape, but for weights and the KV cache, and their values in a pass."""
@@ -144,6 +158,7 @@ CHANGING: Final = frozenset(
         *("input_ids", "sequences", "wanted_sequences", "injected_rows", "places", "seqlens_k"),
         *("total_sequence_length", ROWS, "features", "states", "picture_rows", "picture_vectors"),
         "row_positions",
+        "row_ends",
     }
 )
 """Inputs of edgespec's graphs whose values differ between passes over equally many tokens."""

@@ -3,15 +3,20 @@ to one of the parts that a model is split into, which are all fetched. Other nam
 
 A pull fetches the files that an export reads, by their names: configuration, tokenizer, chat template,
 safetensors. It never fetches code, and a pickle only for an EAGLE-3 head in no other form, from which torch
-reads nothing but tensors. Every file has the digest in the hub's listing: SHA-256 for large files, git's
-SHA-1 for small ones. A snapshot lies under ``EDGESPEC_HOME`` in ``hub/models--OWNER--REPO/snapshots/COMMIT``;
-``pulled/`` beside it records complete pulls, which need no network any more.
+reads nothing but tensors. With a GGUF file of a model that edgespec lets see comes the ``mmproj`` file beside
+it: that in Q8_0, which takes least and has what exports keep, else BF16, F16 or another; of several models'
+the one with the name most like the model's.
+
+Every file has the digest in the hub's listing: SHA-256 for large files, git's SHA-1 for small ones. A
+snapshot lies under ``EDGESPEC_HOME`` in ``hub/models--OWNER--REPO/snapshots/COMMIT``; ``pulled/`` beside it
+records complete pulls, which need no network any more.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote, unquote
@@ -43,6 +48,8 @@ _COMMIT = re.compile("[0-9a-f]{40,64}")
 _NAME = r"[\w(\[](?:[\w .,()+=&!'\[\]-]*[\w)\]])?"
 _PATH = re.compile(rf"(?:{_NAME}/)*{_NAME}")  # leads nowhere but down
 _MODEL = re.compile(r"(?!.*(mmproj|imatrix)).*\.gguf", re.IGNORECASE)  # no additions to models
+_TOWER = re.compile(r"(?:.*/)?[^/]*mmproj[^/]*\.gguf", re.IGNORECASE)
+_TOWER_FORMATS = ("q8_0", "bf16", "f16")  # the best is the first; BF16 also has the other's name in its own
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 _REFERENCE = re.compile(
     rf"{PREFIX}(?P<repository>{REPOSITORY})"
@@ -164,11 +171,15 @@ def pull_hub(
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """A repository at one commit: its files by name; ``where`` names it in messages."""
+    """A repository at one commit: its files by name; ``where`` names it in messages.
+
+    ``architecture`` is that of its GGUF files, if the hub knows it.
+    """
 
     where: str
     commit: str
     files: Mapping[str, Job]
+    architecture: object = None
 
     @property
     def hint(self) -> str:
@@ -187,6 +198,25 @@ class _Listing:
             raise ModelFileError(f"{self.where} has no GGUF file named by {weights}{self.hint}")
         return min(files, key=lambda name: (len(name), name))
 
+    def tower_beside(self, name: str) -> tuple[str, ...]:
+        """The file of the tower for the GGUF file ``name``; none without, or if edgespec runs no such."""
+        from edgespec_models.families import sees_in_gguf
+
+        folder, _, file = name.rpartition("/")
+        if not sees_in_gguf(self.architecture):
+            return ()
+
+        def rank(tower: str) -> tuple[int, int, str]:
+            own = tower.rpartition("/")[2].lower()
+            letters = zip(own.removeprefix("mmproj-"), file.lower(), strict=False)
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], letters))
+            known = [at for at, form in enumerate(_TOWER_FORMATS) if form in own]
+            return -alike, min(known, default=len(_TOWER_FORMATS)), tower
+
+        towers = (other for other in self.files if _TOWER.fullmatch(other))
+        beside = [other for other in towers if other.rpartition("/")[0] == folder]
+        return tuple(sorted(beside, key=rank)[:1])
+
     def require(self, *names: str) -> tuple[str, ...]:
         """The names themselves. Raises ModelFileError if there is no such file."""
         for name in names:
@@ -201,7 +231,7 @@ def _read_listing(reference: HubReference, job: Job) -> _Listing:
     address = f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
     try:
         answer = json.loads(read_hub(address, repository, where))
-        commit = answer["sha"]
+        commit, architecture = answer["sha"], (answer.get("gguf") or {}).get("architecture")
         if not _COMMIT.fullmatch(commit):
             raise ValueError(f"sha is {commit!r}")
         snapshot, files = reference.folder / "snapshots" / commit, {}
@@ -229,7 +259,7 @@ def _read_listing(reference: HubReference, job: Job) -> _Listing:
             f"elsewhere (hf download {repository} --revision {revision}{file} --local-dir DIR), copy it here "
             f"and give {what} instead of the name"
         ) from error
-    return _Listing(where, commit, files)
+    return _Listing(where, commit, files, architecture)
 
 
 def _fetch_all(
@@ -241,6 +271,7 @@ def _fetch_all(
     texts: list[str] = []
     if reference.filename is not None:
         weights = listing.require(*part_names(reference.filename))
+        weights += listing.tower_beside(reference.filename)
     else:
         listing.require(_CONFIG)
         texts = [name for name in _TEXTS if name in listing.files]

@@ -5,7 +5,7 @@ them, in one :class:`~edgespec_models.families.family.Family` or a few. May impo
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from edgespec_models.decoders.transformer import Transformer
@@ -19,7 +19,7 @@ from edgespec_models.families.gemma2 import GEMMA2
 from edgespec_models.families.gemma3 import GEMMA3
 from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from edgespec_models.families.gemma4_assistant import ASSISTANT, GEMMA4_ASSISTANT
-from edgespec_models.families.gemma4_vision import GEMMA4_VISION
+from edgespec_models.families.gemma4_vision import GEMMA4_EMBEDDER, GEMMA4_VISION
 from edgespec_models.families.glm4 import GLM4
 from edgespec_models.families.glm4_moe_lite import GLM4_MOE_LITE
 from edgespec_models.families.glm4_moe_lite import MTP_LAYER as LATENT_MTP
@@ -30,6 +30,7 @@ from edgespec_models.families.hunyuan import HUNYUAN
 from edgespec_models.families.lacking import unknown
 from edgespec_models.families.laguna import LAGUNA
 from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
+from edgespec_models.families.lfm2_vision import LFM2_VISION
 from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
@@ -60,7 +61,7 @@ MODELS: Final = (
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
-TOWERS: Final = (GEMMA4_VISION, QWEN35_VISION)
+TOWERS: Final = (GEMMA4_VISION, GEMMA4_EMBEDDER, LFM2_VISION, QWEN35_VISION)
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
     "target's source"
@@ -137,10 +138,18 @@ def named(name: str) -> Family | None:
     return next((family for family in MODELS if family.name == name), None)
 
 
-def tower_of(facts: Facts) -> Tower | None:
-    """The tower in a ``config.json``; None without one, and for those that edgespec does not run."""
+def tower_of(facts: Facts, ids: Callable[[], Mapping[str, int]]) -> Tower | None:
+    """The tower in a ``config.json``; None without one, and for those that edgespec does not run.
+
+    ``ids`` returns those of the special tokens.
+    """
     kind = facts.section("vision_config").value("model_type")
-    return next((family.read(facts) for family in TOWERS if kind in family.hub), None)
+    return next((family.read(facts, ids()) for family in TOWERS if kind in family.hub), None)
+
+
+def sees_in_gguf(architecture: object) -> bool:
+    """Whether models that GGUF files call ``architecture`` may have a tower that edgespec runs."""
+    return any(architecture in family.models for family in TOWERS)
 
 
 def tower_named(name: object) -> type[Tower] | None:

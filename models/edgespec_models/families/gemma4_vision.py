@@ -1,6 +1,7 @@
-"""The tower of Gemma 4 E2B and E4B: products whose inputs and results are clamped, vectors of 3 x 3 patches.
+"""The towers of Gemma 4, with vectors of 3 x 3 patches. That of the 12B is two products and a few norms.
 
-The larger models have it too, but there rows of a picture see each other in windowed layers.
+In E2B and E4B products' inputs and results are clamped. In the larger models rows of a picture see each other
+in windowed layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from edgespec_models.decoders.config import Count
 from edgespec_models.decoders.transformer import Transformer
-from edgespec_models.families.gemma4 import Gemma4
+from edgespec_models.families.gemma4 import GEMMA4, Gemma4
 from edgespec_models.families.towers import Operations, Pixels, Tower, TowerFamily, patches
 from edgespec_models.files.facts import Facts
 
@@ -21,41 +22,30 @@ _BUDGETS: Final = (70, 140, 280, 560, 1120)
 _OF_DETAIL: Final = {"low": 70, "high": 1120}
 _USUAL: Final = 280
 _TOWER, _OUT = "vision_tower.", "embed_vision.embedding_projection.weight"
+_EMBEDDER: Final = "vision_embedder."
+_EPSILON: Final = 1e-5  # of PyTorch's norms, which no file states
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Tower(Tower):
-    """The tower.
+class _Gemma4Pictures(Tower):
+    """What the towers share.
 
     Attributes:
-        num_layers: its layers.
         hidden_size: width of its stream.
-        mlp_width: width of its MLPs.
-        heads: heads of attention.
-        head_dim: width of a head.
         patch: side of a patch in pixels.
         pool: side of the square of patches that becomes a vector.
         positions: positions of a side in the table.
-        channels_first: whether a patch's values lie colour by colour.
-        clipped: whether each product has limits of its inputs and results.
-        standardized: whether vectors have a bias and a scale.
-        epsilon: epsilon of all norms.
-        theta: base of the rotation.
+        in_gguf: whether weights are for patches whose values lie colour by colour, as in GGUF files. There
+            the embedder's two tables lie one behind the other.
+        epsilon: epsilon of RMS norms.
     """
 
-    num_layers: Count
     hidden_size: Count
-    mlp_width: Count
-    heads: Count
-    head_dim: Count
     patch: Count
     pool: Count
     positions: Count
-    channels_first: bool = False
-    clipped: bool
-    standardized: bool
+    in_gguf: bool = False
     epsilon: float
-    theta: float
 
     def budget(self, detail: str, image_tokens: int | None) -> int:
         if image_tokens is None:
@@ -63,7 +53,7 @@ class Gemma4Tower(Tower):
         return max([budget for budget in _BUDGETS if budget <= image_tokens], default=_BUDGETS[0])
 
     def size(self, shape: Sequence[int], budget: int) -> tuple[int, int]:
-        (height, width), side = shape[:2], self.patch * self.pool
+        (height, width), side = shape[:2], self.side
         factor = sqrt(budget * side**2 / (height * width))
         high, wide = floor(factor * height / side), floor(factor * width / side)
         if not high:
@@ -72,21 +62,48 @@ class Gemma4Tower(Tower):
             high, wide = min(height // width, budget), 1
         return high * side, wide * side
 
-    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        side = self.patch * self.pool
-        return size[0] // side, size[1] // side
+    @property
+    def side(self) -> int:
+        return self.patch * self.pool
+
+    def values(self, squares: Pixels) -> npt.NDArray[np.float32]:
+        """The values of squares (n, side, side, 3), from 0 to 1: (1, n, 3 * side * side)."""
+        if self.in_gguf:
+            squares = squares.transpose(0, 3, 1, 2)
+        values: npt.NDArray[np.float32] = squares.reshape(1, len(squares), -1) * (1 / 255)
+        return values.astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Tower(_Gemma4Pictures):
+    """The tower of most.
+
+    Attributes:
+        num_layers: its layers.
+        mlp_width: width of its MLPs.
+        heads: heads of attention.
+        head_dim: width of a head.
+        clipped: whether each product has limits of its inputs and results.
+        standardized: whether vectors have a bias and a scale.
+        theta: base of the rotation.
+    """
+
+    num_layers: Count
+    mlp_width: Count
+    heads: Count
+    head_dim: Count
+    clipped: bool
+    standardized: bool
+    theta: float
 
     def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
         squares, (rows, columns) = patches(pixels, self.patch, self.pool)
-        if self.channels_first:
-            squares = squares.transpose(0, 3, 1, 2)
-        values = (squares.reshape(1, len(squares), -1) * (1 / 255)).astype(np.float32)
         quarter = self.head_dim // 4
         places = np.stack([columns, rows], axis=-1).astype(np.float32)
         powers = np.arange(0, 2 * quarter, 2, dtype=np.float32) / np.float32(2 * quarter)
         angles = places[:, None, :, None, None] * (1 / np.float32(self.theta) ** powers)
         return {
-            "patches": 2 * (values - np.float32(0.5)),
+            "patches": 2 * (self.values(squares) - np.float32(0.5)),
             "places": np.stack([columns, self.positions + rows]).astype(np.int64),
             "cos": np.cos(angles),
             "sin": np.sin(angles),
@@ -152,11 +169,41 @@ class Gemma4Tower(Tower):
         return b.op("Concat", turned, other, axis=3)
 
 
-def _read(facts: Facts) -> Tower | None:
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Embedder(_Gemma4Pictures):
+    """The tower of the 12B: each vector is made of its own pixels."""
+
+    def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
+        squares, (rows, columns) = patches(pixels, self.side, 1)
+        return {
+            "patches": self.values(squares),
+            "places": self._places(columns, rows).astype(np.int64),
+        }
+
+    def _places(self, columns: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The rows of the tables for patches, (2, n)."""
+        if self.in_gguf:
+            return np.stack([columns, self.positions + rows])
+        return np.stack([2 * columns, 2 * rows + 1])
+
+    def build(self, b: Operations) -> Any:
+        area, width = 3 * self.side**2, self.hidden_size
+        values, places = b.input("patches", [1, "n", area]), b.input("places", [2, "n"], "int")
+        x = b.layer_norm(values, area, f"{_EMBEDDER}patch_ln1", epsilon=_EPSILON)
+        x = b.linear(x, f"{_EMBEDDER}patch_dense.weight", width, area)
+        x = b.op("Add", x, b.parameter(f"{_EMBEDDER}patch_dense.bias", width))
+        x = b.layer_norm(x, width, f"{_EMBEDDER}patch_ln2", epsilon=_EPSILON)
+        table = b.parameter(f"{_EMBEDDER}pos_embedding", 2 * self.positions, width)
+        x = b.op("Add", x, b.op("ReduceSum", b.op("Gather", table, places), b.constant([0]), keepdims=1))
+        x = b.layer_norm(x, width, f"{_EMBEDDER}pos_norm", epsilon=_EPSILON)
+        x = b.rms_norm(x, width, epsilon=self.epsilon)
+        return b.linear(x, _OUT, self.width, width)
+
+
+def _read(facts: Facts, ids: Mapping[str, int]) -> Tower | None:
     text, vision = facts.section("text_config"), facts.section("vision_config")
     heads, rope = vision.integer("num_attention_heads", 12), vision.section("rope_parameters")
     others = (
-        text.value("use_bidirectional_attention") == "vision",
         text.integer("pad_token_id", 0) != 0,  # whose inputs of layers those of pictures' rows are
         vision.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
         vision.integer("num_key_value_heads", heads) != heads,
@@ -167,57 +214,104 @@ def _read(facts: Facts) -> Tower | None:
         return None
     return Gemma4Tower(
         architecture=GEMMA4_VISION.name,
-        width=text.integer("hidden_size"),
-        marker=facts.integer("image_token_id", 258_880),
-        around=(facts.integer("boi_token_id", 255_999), facts.integer("eoi_token_id", 258_882)),
+        **_shared(facts),
+        whole=text.value("use_bidirectional_attention") == "vision",
         num_layers=vision.integer("num_hidden_layers", 16),
         hidden_size=vision.integer("hidden_size", 768),
         mlp_width=vision.integer("intermediate_size", 3072),
         heads=heads,
         head_dim=vision.integer("head_dim", 64),
-        patch=vision.integer("patch_size", 16),
-        pool=vision.integer("pooling_kernel_size", 3),
         positions=vision.integer("position_embedding_size", 10_240),
         clipped=vision.boolean("use_clipped_linears", default=False),
         standardized=vision.boolean("standardize", default=False),
-        epsilon=vision.positive("rms_norm_eps", 1e-6),
         theta=rope.positive("rope_theta", 100.0),
     )
+
+
+def _read_embedder(facts: Facts, ids: Mapping[str, int]) -> Tower | None:
+    text, vision = facts.section("text_config"), facts.section("vision_config")
+    causal = "use_bidirectional_attention" in text.keys  # and not "vision"
+    return Gemma4Embedder(
+        architecture=GEMMA4_EMBEDDER.name,
+        **_shared(facts),
+        whole=text.value("use_bidirectional_attention") == "vision" or not causal,
+        hidden_size=vision.integer("mm_embed_dim", 3840),
+        positions=vision.integer("mm_posemb_size", 1120),
+    )
+
+
+def _shared(facts: Facts) -> dict[str, Any]:
+    """Fields of both kinds, from a ``config.json``."""
+    vision = facts.section("vision_config")
+    return {
+        "width": facts.section("text_config").integer("hidden_size"),
+        "marker": facts.integer("image_token_id", 258_880),
+        "around": (facts.integer("boi_token_id", 255_999), facts.integer("eoi_token_id", 258_882)),
+        "patch": vision.integer("patch_size", 16),
+        "pool": vision.integer("pooling_kernel_size", 3),
+        "epsilon": vision.positive("rms_norm_eps", 1e-6),
+    }
 
 
 def _from_gguf(
     keys: Facts, shapes: Mapping[str, tuple[int, ...]], config: Transformer, ids: Mapping[str, int]
 ) -> Tower | None:
-    marks = [ids.get(text) for text in ("<|image|>", "<|image>", "<image|>")]
-    norm, table = (shapes.get(f"v.{name}.weight") for name in ("blk.0.attn_q_norm", "position_embd"))
-    if not isinstance(config, Gemma4) or not config.layer_inputs or None in marks or not norm or not table:
+    shared, norm = _shared_in_gguf(keys, shapes, config, ids), shapes.get("v.blk.0.attn_q_norm.weight")
+    if shared is None or not norm:
         return None
-    marker, *around = (mark for mark in marks if mark is not None)
     return Gemma4Tower(
         architecture=GEMMA4_VISION.name,
-        width=config.hidden_size,
-        marker=marker,
-        around=tuple(around),
+        **shared,
         num_layers=keys.integer("block_count"),
-        hidden_size=keys.integer("embedding_length"),
         mlp_width=keys.integer("feed_forward_length"),
         heads=keys.integer("attention.head_count"),
         head_dim=norm[0],
-        patch=keys.integer("patch_size"),
-        pool=keys.integer("projector.scale_factor", 3),
-        positions=table[-2],
-        channels_first=True,
         clipped="v.blk.0.attn_q.input_min" in shapes,
         standardized="v.std_bias" in shapes,
-        epsilon=keys.positive("attention.layer_norm_epsilon", 1e-6),
         theta=100.0,
     )
+
+
+def _embedder_from_gguf(
+    keys: Facts, shapes: Mapping[str, tuple[int, ...]], config: Transformer, ids: Mapping[str, int]
+) -> Tower | None:
+    shared = _shared_in_gguf(keys, shapes, config, ids)
+    if shared is None or "v.patch_norm.1.weight" not in shapes:
+        return None
+    return Gemma4Embedder(architecture=GEMMA4_EMBEDDER.name, **shared)
+
+
+def _shared_in_gguf(
+    keys: Facts, shapes: Mapping[str, tuple[int, ...]], config: Transformer, ids: Mapping[str, int]
+) -> dict[str, Any] | None:
+    """The same from a GGUF file, which does not say whether rows of a picture see each other.
+
+    They do in models whose layers read no inputs from the tokens: all but E2B and E4B.
+    """
+    marks = [ids.get(text) for text in ("<|image|>", "<|image>", "<image|>")]
+    table = shapes.get("v.position_embd.weight")
+    if not isinstance(config, Gemma4) or None in marks or not table:
+        return None
+    marker, *around = marks
+    return {
+        "width": config.hidden_size,
+        "marker": marker,
+        "around": tuple(around),
+        "whole": not config.layer_inputs,
+        "hidden_size": keys.integer("embedding_length"),
+        "patch": keys.integer("patch_size"),
+        "pool": keys.integer("projector.scale_factor", 3),
+        "positions": table[-2],
+        "in_gguf": True,
+        "epsilon": keys.positive("attention.layer_norm_epsilon", 1e-6),
+    }
 
 
 GEMMA4_VISION = TowerFamily(
     name="gemma4_vision",
     hub=("gemma4_vision",),
     gguf="gemma4v",
+    models=(GEMMA4.gguf,),
     tower=Gemma4Tower,
     names={
         f"{_TOWER}patch_embedder.input_proj": "v.patch_embd",
@@ -237,4 +331,20 @@ GEMMA4_VISION = TowerFamily(
     },
     read=_read,
     from_gguf=_from_gguf,
+)
+GEMMA4_EMBEDDER = TowerFamily(
+    name="gemma4_unified_vision",
+    hub=("gemma4_unified_vision",),
+    gguf="gemma4uv",
+    models=(GEMMA4.gguf,),
+    tower=Gemma4Embedder,
+    names={
+        f"{_EMBEDDER}patch_dense": "v.patch_embd",
+        f"{_EMBEDDER}pos_embedding": "v.position_embd.weight",
+        f"{_EMBEDDER}patch_ln": "v.patch_norm.",
+        f"{_EMBEDDER}pos_norm": "v.patch_norm.3",
+        "embed_vision.embedding_projection": "mm.input_projection",
+    },
+    read=_read_embedder,
+    from_gguf=_embedder_from_gguf,
 )

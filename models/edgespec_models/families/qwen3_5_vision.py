@@ -14,7 +14,7 @@ import numpy.typing as npt
 from edgespec_models.decoders.config import Count
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import RequestError, UnsupportedModelError
-from edgespec_models.families.qwen35 import Qwen35
+from edgespec_models.families.qwen35 import QWEN35, QWEN35_MOE, Qwen35
 from edgespec_models.families.towers import Operations, Pixels, Tower, TowerFamily, patches
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import shown
@@ -66,7 +66,7 @@ class Qwen35Tower(Tower):
 
     def size(self, shape: Sequence[int], budget: int) -> tuple[int, int]:
         """As transformers' ``smart_resize``; where that exceeds the budget, the longer side is cut down."""
-        (height, width), side = shape[:2], self.patch * self.merged
+        (height, width), side = shape[:2], self.side
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise RequestError(
                 f"have a picture of {width} x {height} pixels; this model takes pictures up to "
@@ -84,9 +84,9 @@ class Qwen35Tower(Tower):
             high, wide = (high, budget // high) if high < wide else (budget // wide, wide)
         return high * side, wide * side
 
-    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        side = self.patch * self.merged
-        return size[0] // side, size[1] // side
+    @property
+    def side(self) -> int:
+        return self.patch * self.merged
 
     def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
         squares, places = patches(pixels, self.patch, self.merged)
@@ -171,7 +171,7 @@ class Qwen35Tower(Tower):
         return b.op("Add", x, product(y, "mlp.linear_fc2", width, self.mlp_width))
 
 
-def _read(facts: Facts) -> Tower | None:
+def _read(facts: Facts, ids: Mapping[str, int]) -> Tower | None:
     text, vision = facts.section("text_config"), facts.section("vision_config")
     rope, sections = vision.section("rope_parameters"), text.section("rope_parameters")
     _refuse(vision)
@@ -255,6 +255,7 @@ QWEN35_VISION = TowerFamily(
     name="qwen3_5_vision",
     hub=("qwen3_5_vision", "qwen3_5", "qwen3_5_moe_vision", "qwen3_5_moe"),
     gguf="qwen3vl_merger",
+    models=(QWEN35.gguf, QWEN35_MOE.gguf),
     tower=Qwen35Tower,
     names={
         f"{_TOWER}patch_embed.proj": "v.patch_embd",

@@ -7,6 +7,7 @@ NumPy's work: in graphs they are awkward, and other runtimes do not export them 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -59,9 +60,28 @@ class Operations(ABC):
         return self.op("SimplifiedLayerNormalization", x, gain, axis=-1, epsilon=epsilon, stash_type=1)
 
     def layer_norm(self, x: Any, width: int, name: str, *, epsilon: float) -> Any:
-        """``x`` less its mean, over its standard deviation, times a gain and plus a bias."""
-        parts = (self.parameter(f"{name}.{kind}", width) for kind in ("weight", "bias"))
-        return self.op("LayerNormalization", x, *parts, axis=-1, epsilon=epsilon)
+        """``x`` less its mean, over the root of its variance, times ``name.weight``, plus ``name.bias``."""
+        gain, bias = (self.parameter(f"{name}.{kind}", width) for kind in ("weight", "bias"))
+        return self.op("LayerNormalization", x, gain, bias, axis=-1, epsilon=epsilon)
+
+
+class View(NamedTuple):
+    """What a run of a tower's graph sees.
+
+    Attributes:
+        size: height and width to which the picture is resized.
+        box: top, left, height and width of the part that is seen; None for all.
+        before: tokens before the view's rows.
+    """
+
+    size: tuple[int, int]
+    box: tuple[int, int, int, int] | None = None
+    before: tuple[int, ...] = ()
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Height and width of what is seen."""
+        return self.size if self.box is None else self.box[2:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +94,19 @@ class Tower(ABC):
         marker: the token in place of a picture in prompts. The chat template writes it once for a picture.
         around: tokens before and behind all markers of a picture, which the chat template does not write.
         axes: parts of a row's position: 1, or 3, which are time, row and column (M-RoPE, arXiv 2409.12191).
+        whole: rows of a picture see each other in windowed layers of the decoder, so a pass reads all of
+            them, or all that are not in the cache.
     """
 
     axes: ClassVar[int] = 1
+    RESAMPLING: ClassVar[str] = "BICUBIC"
+    """Pillow's name for the way in which pictures are resized."""
+
     architecture: str
     width: Count
     marker: Token
     around: tuple[Token, ...] = ()
+    whole: bool = False
 
     @abstractmethod
     def budget(self, detail: str, image_tokens: int | None) -> int:
@@ -90,26 +116,35 @@ class Tower(ABC):
     def size(self, shape: Sequence[int], budget: int) -> tuple[int, int]:
         """Height and width in pixels to which a picture, whose pixels have this shape, is resized."""
 
+    def views(self, shape: Sequence[int], budget: int) -> Sequence[View]:
+        """The views of a picture, whose vectors follow each other."""
+        return [View(self.size(shape, budget))]
+
+    @property
     @abstractmethod
+    def side(self) -> int:
+        """Side of the square of pixels that becomes a vector."""
+
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of the vectors of a picture of this :meth:`size`."""
+        """Rows and columns of the vectors of a view of this size."""
+        return size[0] // self.side, size[1] // self.side
 
     def count(self, size: tuple[int, int]) -> int:
-        """The vectors of a picture of this :meth:`size`."""
+        """The vectors of a view of this size."""
         return prod(self.grid(size))
 
     @abstractmethod
     def inputs(self, pixels: Pixels) -> Mapping[str, npt.NDArray[Any]]:
-        """The graph's inputs for a picture of a :meth:`size`."""
+        """The graph's inputs for the pixels of a view."""
 
     @abstractmethod
     def build(self, b: Operations) -> Any:
-        """The vectors (1, count, width) of one picture."""
+        """The vectors (1, count, width) of one view."""
 
-    def tokens(self, count: int) -> list[int]:
+    def tokens(self, views: Sequence[View]) -> list[int]:
         """The tokens of a prompt in place of the one that the chat template writes."""
-        before, behind = self.around[:1], self.around[1:]
-        return [*before, *[self.marker] * count, *behind]
+        rows = [(*view.before, *[self.marker] * self.count(view.extent)) for view in views]
+        return [*self.around[:1], *chain.from_iterable(rows), *self.around[1:]]
 
 
 class TowerFamily(NamedTuple):
@@ -119,9 +154,11 @@ class TowerFamily(NamedTuple):
         name: the family in manifests.
         hub: names of ``model_type`` of ``vision_config`` in a ``config.json``.
         gguf: the projector's type in GGUF files.
+        models: architectures, as GGUF files call them, of the models that it sees for.
         tower: its facts and its graph.
         names: parts of parameters' names and those of GGUF files, which replace them one after the other.
-        read: from a ``config.json`` to the tower; None if edgespec runs the model as text alone.
+        read: from a ``config.json`` and the ids of special tokens to the tower; None if edgespec runs the
+            model as text alone.
         from_gguf: the same from the keys of a GGUF file's ``clip.vision``, the shapes of its tensors, the
             decoder, and the ids of its tokens.
     """
@@ -129,9 +166,10 @@ class TowerFamily(NamedTuple):
     name: str
     hub: tuple[str, ...]
     gguf: str
+    models: tuple[str, ...]
     tower: type[Tower]
     names: Mapping[str, str]
-    read: Callable[[Facts], Tower | None]
+    read: Callable[[Facts, Mapping[str, int]], Tower | None]
     from_gguf: Callable[[Facts, Mapping[str, tuple[int, ...]], Transformer, Mapping[str, int]], Tower | None]
 
     def gguf_name(self, name: str) -> str:

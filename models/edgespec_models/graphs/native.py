@@ -27,7 +27,8 @@ A decoder that reads pictures takes ``picture_vectors`` float32 (p, hidden), whi
 rows ``picture_rows`` int64 (p, 2), each 0 and the row's number. Where a picture's rows lie on a grid it also
 takes ``row_positions`` int64 (n, 3), the time, row and column of each row: the frequencies of the rotary
 embedding take turns among them (M-RoPE, Wang et al. 2024, arXiv 2409.12191; interleaved as in Qwen3-VL, Bai
-et al. 2025, arXiv 2511.21631).
+et al. 2025, arXiv 2511.21631). Where rows of a picture see each other it also takes
+``row_ends`` int64 (n): the number of its sequence's tokens that a row sees in windowed layers.
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
@@ -109,6 +110,7 @@ class _NativeDecoder(GraphDecoder):
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
         self.caches = dict[int, list[ir.Value]]()  # keys and values behind the pass, by layer
         self.index, self.rows_alone = 0, False
+        self.ends: ir.Value | None = None  # of what rows see in windowed layers
         self.within: ir.Value | None = None  # as :meth:`rows_within` makes it, for convolutions over a block
         self.turned = dict[str, list[ir.Value]]()  # rotary tables of the pass's rows, by name
 
@@ -234,6 +236,8 @@ class _NativeDecoder(GraphDecoder):
         x = self.embedded(self.ids, float(scale))
         if not self.plan.pictures:
             return x
+        if self.plan.whole_pictures:
+            self.ends = self.input("row_ends", INT64, ["n"])
         places = self.input("picture_rows", INT64, ["p", 2])
         return self.op("ScatterND", x, places, self.input("picture_vectors", FLOAT, ["p", width]))
 
@@ -269,9 +273,10 @@ class _NativeDecoder(GraphDecoder):
             gains = [self.stored("q_norm"), self.stored("k_norm" if own else "q_norm")]  # no keys, no matter
         if facts.latent:
             gains = [None, self.stored("k_norm")]
-        more: list[ir.Value | None] = [self.stored("sinks") if facts.sinks else None]
+        more: list[ir.Value | None] = [self.stored("sinks") if facts.sinks else None, None, None]
         if known is not None:
-            more += [self.value(replace(qkv, x=known, first=1)), self.counts]
+            more[1:] = self.value(replace(qkv, x=known, first=1)), self.counts
+        more.append(self.ends if facts.window else None)
         while more and more[-1] is None:
             more.pop()
         others: dict[str, Any] = {"normed_values": 1} if facts.normed_values else {}
@@ -465,6 +470,7 @@ class _NativeDecoder(GraphDecoder):
     def alone(self, *streams: ir.Value | None) -> Sequence[ir.Value | None]:
         self.rows_alone = True
         alone = [x if x is None else self.op("Gather", x, self.rows, axis=1) for x in streams]
+        self.ends = None if self.ends is None else self.op("Gather", self.ends, self.rows)
         self.sequences = self.input("wanted_sequences", INT64, ["s", 2])
         return alone
 

@@ -78,8 +78,9 @@ class DecoderPlan:
     ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
     ``context`` gives such a graph the input ``context_tokens``: further tokens that it can write, with the
     token embedding as LM head. ``columns`` are the tokens of an LM head that has not all in its file.
-    With ``pictures`` some rows of the pass are vectors, of pictures. With three ``axes`` a row's position is
-    a time, a row and a column.
+    With ``pictures`` some rows of the pass are vectors, of pictures; with ``whole_pictures`` those of a
+    picture see each other in windowed layers. With three ``axes`` a row's position is a time, a row and a
+    column.
     """
 
     embedding: EmbeddingSpec
@@ -90,6 +91,7 @@ class DecoderPlan:
     precision: Precision = FULL
     pictures: bool = False
     axes: int = 1
+    whole_pictures: bool = False
 
     @property
     def native(self) -> bool:

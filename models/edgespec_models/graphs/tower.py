@@ -45,15 +45,23 @@ class _TowerGraph(Operations):
         return parameter(self.graph, name, shape, FLOAT)
 
     def linear(self, x: Any, name: str, rows: int, columns: int, *, bias: bool = False) -> Any:
-        tiles = TILES.tiles
+        tiles, inputs = TILES.tiles, padded(columns)
         added = self.parameter(f"{name.removesuffix('weight')}bias", rows) if bias else None
-        if self._exact or columns % FORMATS[tiles].inputs:
+        if self._exact:
             y = self.op("MatMul", x, self.op("Transpose", self.parameter(name, rows, columns)))
             return y if added is None else self.op("Add", y, added)
         self.shapes[name] = rows, columns
-        weights = parameter(self.graph, name, [tile_bytes(tiles, rows, columns)], ir.DataType.UINT8)
-        facts: dict[str, Any] = {"inputs": columns, "epsilon": 0.0, "gate": "", "parts": f"{tiles}:{rows}"}
+        if inputs != columns:
+            x = self.op("Pad", x, self.constant([0, 0, 0, 0, 0, inputs - columns]))
+        weights = parameter(self.graph, name, [tile_bytes(tiles, rows, inputs)], ir.DataType.UINT8)
+        facts: dict[str, Any] = {"inputs": inputs, "epsilon": 0.0, "gate": "", "parts": f"{tiles}:{rows}"}
         return self.op("Linear", x, None, added, None, None, weights, domain=DOMAIN, **facts)
+
+
+def padded(columns: int) -> int:
+    """The columns of a matrix of so many with zeros behind each row up to a whole block."""
+    inputs = FORMATS[TILES.tiles].inputs
+    return -(-columns // inputs) * inputs
 
 
 def build_tower(tower: Tower, *, exact: bool = False) -> tuple[ir.Model, dict[str, tuple[int, ...]]]:
