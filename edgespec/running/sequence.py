@@ -164,7 +164,7 @@ class Sequence:
         piece = self._named(start, end)
         begins, at = len(piece) > self.unread, None
         if self.unread:
-            drafted = min(drafted, most - len(piece)) if begins else 0
+            drafted = max(0, min(drafted, most - len(piece))) if begins else 0  # a picture may exceed `most`
         self.draft = self.draft.head(drafted)
         self._read = len(piece)
         if begins and not scored:
