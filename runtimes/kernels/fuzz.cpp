@@ -184,6 +184,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
                   {"window", choices.number(choices.below(2) ? choices.below(64) : 0)}};
   node.reals = {{"scale", choices.below(2) ? 0.25f : 1.0f}, {"epsilon", 1e-5f}};
   if (latent) node.numbers["value_dim"] = choices.number(value_dim);
+  if (!halves && choices.rarely()) node.numbers["value_dim"] = 16;
   if (!latent && choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
   if (!latent && choices.below(2)) node.numbers["normed_values"] = 1;
   if (choices.below(2)) node.numbers["bidirectional"] = 1;
@@ -447,12 +448,13 @@ bool good(OrtStatus* status, bool counted) {
 
 // Which NaN an operation gives is up to the processor, so all are one.
 void add_bits(const OrtValue& value, std::vector<uint32_t>& bits) {
+  const bool is_real = value.type == kFloat || value.type == kFloat16;
   const size_t size = value.type == kFloat16 ? 2 : 4;
   const uint32_t infinity = size == 2 ? 0x7c00 : 0x7f800000, sign = size == 2 ? 0x8000 : 0x80000000;
   for (size_t i = 0; i + size <= value.bytes.size(); i += size) {
     uint32_t word = 0;
     std::memcpy(&word, value.bytes.data() + i, size);
-    const bool nothing = value.type != kInt64 && (word & ~sign) > infinity;
+    const bool nothing = is_real && (word & ~sign) > infinity;
     bits.push_back(nothing ? infinity + 1 : word);
   }
 }

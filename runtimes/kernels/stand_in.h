@@ -47,7 +47,8 @@ namespace stand_in {
 constexpr int64_t kMostBytes = 1 << 18;  // of a tensor, which keeps a pass short
 inline size_t element_size(int type) {
   switch (type) {
-    case edgespec::ort::kUint8: return 1;
+    case edgespec::ort::kUint8:
+    case edgespec::ort::kInt8: return 1;
     case edgespec::ort::kFloat16: return 2;
     case edgespec::ort::kFloat: return 4;
     default: return 8;
