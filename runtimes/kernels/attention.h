@@ -23,6 +23,8 @@ namespace edgespec {
 // beside the scores of the tokens, with no value. With a `cap`, a score s becomes cap * tanh(s / cap).
 // The keys and values of a sequence's first `injected_rows` rows are injected. These rows have no queries and no
 // results. With `bidirectional`, a row also sees the later rows of its sequence.
+// Keys of 8 bits are rounded after they are divided by powers of two, and queries are multiplied by the same. The gain
+// and the bias of the keys (`key_bias`, of the product that made them) say which channels are large.
 // With a `value_dim` below the width of a head attention is latent: values are the first channels of the keys. Only the
 // keys are kept, row by row, and only those channels are normalized. The others are rotated.
 template <Cells kCells>
@@ -37,7 +39,7 @@ class AttentionOver {
       {"blocks", ort::kInt64}, {"cos", ort::kFloat, ort::kOptional}, {"sin", ort::kFloat, ort::kOptional},
       {"query_gain", ort::kFloat, ort::kOptional}, {"key_gain", ort::kFloat, ort::kOptional},
       {"sinks", ort::kFloat, ort::kOptional}, {"injected", ort::kFloat, ort::kOptional},
-      {"injected_rows", ort::kInt64, ort::kOptional}}};
+      {"injected_rows", ort::kInt64, ort::kOptional}, {"key_bias", ort::kFloat, ort::kOptional}}};
   static constexpr std::array kOutputs = {ort::kFloat, kCell, kCell};
 
   AttentionOver(const Info& info, const Host& host)
@@ -92,6 +94,10 @@ class AttentionOver {
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kInputs["query_gain"], value_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kInputs["key_gain"], value_dim_, "a gain is not as wide as a head");
+    const int64_t biased = kv_heads_ * head_dim_;
+    const float* bias = pass.vector(kInputs["key_bias"], biased, "a bias of keys is not as wide as a row of them");
+    const std::vector<float> factors = key_factors(s, bias);
+    s.factors = factors.data();
     s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * value_dim_});
@@ -111,12 +117,15 @@ class AttentionOver {
 
  private:
   static constexpr int64_t kFewRows = 8, kMostQueries = 48;
+  static constexpr float kUsualKey = 4.0f;          // channels of keys are mostly this large or smaller
+  static constexpr float kMostFactor = 1048576.0f;
 
   struct State {
     const float* packed;
     int64_t width, query_step, value_step, extents, pairs;  // pairs: rotated pairs of channels in a head
     bool gated, shared;
     const float *cos, *sin, *query_gain, *key_gain, *sinks;
+    const float* factors;  // (kv_heads, head_dim), of keys of 8 bits
     uint8_t *keys, *values;
     float* y;
   };
@@ -233,6 +242,29 @@ class AttentionOver {
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
   }
 
+  // Powers of two by which keys of 8 bits are divided: (kv_heads, head_dim). A channel whose usual size is known to be
+  // large, as in Qwen2.5, would drown the others that share its scale. Channels that rotate together have one factor,
+  // so a query's product with a key stays what it is.
+  std::vector<float> key_factors(const State& s, const float* bias) const {
+    std::vector<float> factors;
+    if constexpr (kCells == Cells::halves) return factors;
+    for (int64_t i = 0; i < kv_heads_ * head_dim_; i++) {
+      const float constant = bias == nullptr ? 0.0f : bias[i], gain = s.key_gain == nullptr ? 0.0f : s.key_gain[i % head_dim_];
+      factors.push_back(constant * constant + gain * gain);
+    }
+    const int64_t apart = interleaved_ ? 1 : distance_ > 0 ? distance_ : s.pairs;
+    for (int64_t head = 0; head < kv_heads_; head++)
+      for (int64_t i = 0; i < s.pairs; i++) {
+        float* first = factors.data() + head * head_dim_ + (interleaved_ ? 2 * i : i);
+        first[0] = first[apart] = first[0] + first[apart];
+      }
+    for (float& factor : factors) {
+      const float times = std::sqrt(factor) / kUsualKey;
+      factor = times > 1.0f ? std::ldexp(1.0f, std::ilogb(std::min(times, kMostFactor))) : 1.0f;
+    }
+    return factors;
+  }
+
   // Queries grow with the logarithm of the number of whole steps before their position.
   float scale_at(int64_t position) const {
     if (step_ == 0 || position < step_) return scale_;
@@ -249,6 +281,8 @@ class AttentionOver {
       const float* x = from + (rows.first + r) * width + head * head_dim_;
       const int64_t token = rows.past + r, lane = token % kLanes, first = head * kExtent * row();
       prepare(s, x, s.key_gain, token, 1.0f, channels.get());
+      if constexpr (kCells == Cells::bytes)
+        for (int64_t i = 0; i < head_dim_; i++) channels.get()[i] = channels.get()[i] / s.factors[head * head_dim_ + i];
       if (latent()) {
         write(channels.get(), s.keys + table.of(token), 1, 0);
         continue;
@@ -263,7 +297,8 @@ class AttentionOver {
     }
   }
 
-  // Writes a head's channels as number `lane` of each `lanes` numbers, and then the scales likewise.
+  // Writes a head's channels as number `lane` of each `lanes` numbers, and then the scales likewise. Codes of four
+  // channels lie side by side in tiles of keys.
   void write(const float* x, uint8_t* to, int64_t lanes, int64_t lane) const {
     const Buffer<Cell> numbers(head_dim_);
     auto* cells = reinterpret_cast<Cell*>(to);
@@ -274,7 +309,9 @@ class AttentionOver {
       for (int64_t i = 0; i < head_dim_ / kScaled; i++)
         scales[i * lanes + lane] = round_to_bytes(x + i * kScaled, kScaled, numbers.get() + i * kScaled);
     }
-    for (int64_t d = 0; d < head_dim_; d++) cells[d * lanes + lane] = numbers.get()[d];
+    const int64_t beside = kCells == Cells::bytes && lanes > 1 ? 4 : 1;
+    for (int64_t d = 0; d < head_dim_; d++)
+      cells[d / beside * beside * lanes + lane * beside + d % beside] = numbers.get()[d];
   }
 
   void attend(const State& s, const Share& share, int64_t kv_head) const {
@@ -291,7 +328,10 @@ class AttentionOver {
       const int64_t position = rows.past + row_of(i), end = position + 1;
       const int64_t limit = bidirectional_ ? rows.past + rows.count : end;
       spans.get()[i] = {window_ > 0 && end > window_ ? end - window_ : 0, limit};
-      prepare(s, query(i), s.query_gain, position, scale_at(position), vectors.get() + i * head_dim_);
+      float* vector = vectors.get() + i * head_dim_;
+      prepare(s, query(i), s.query_gain, position, scale_at(position), vector);
+      if constexpr (kCells == Cells::bytes)
+        for (int64_t d = 0; d < head_dim_; d++) vector[d] = vector[d] * s.factors[kv_head * head_dim_ + d];
       if (s.sinks != nullptr) sinks.get()[i] = s.sinks[head_of(i)];
     }
     Queries q{};
@@ -301,6 +341,11 @@ class AttentionOver {
     q.vectors = vectors.get();
     q.table = {rows.blocks, kv_heads_, row()};
     q.cells = kCells;
+    const int64_t blocks = kCells == Cells::bytes ? count * (head_dim_ / kScaled) : 0;
+    const Buffer<QueryCodes> codes(blocks);
+    const Buffer<float> code_scales(blocks);
+    q.codes = codes.get();
+    q.code_scales = code_scales.get();
     q.keys = latent() ? nullptr : s.keys + kv_head * kExtent * row();
     q.values = s.values + kv_head * kExtent * row();
     q.head_dim = head_dim_;

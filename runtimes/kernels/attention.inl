@@ -5,8 +5,7 @@
 
 constexpr int64_t kValueBytes = 16 << 10;  // bytes of a stretch of values
 
-// 16 numbers of a form of keys and values are `kBytes`. Those of 32 channels have scales `behind` these channels: of
-// 16 tokens in a tile of keys, else of one token.
+// 16 numbers of a form of values are `kBytes`.
 struct HalfCells {
   static constexpr int64_t kBytes = 2 * kLanes;
   static constexpr bool kScales = false;
@@ -17,15 +16,6 @@ struct ByteCells {
   static constexpr int64_t kBytes = kLanes;
   static constexpr bool kScales = true;
   static F numbers(const uint8_t* p) { return widen_signed(p); }
-  static F scales(const uint8_t* p) {
-    typedef uint16_t Scales __attribute__((vector_size(2 * kLanes)));
-    Scales v;
-    __builtin_memcpy(&v, p, sizeof v);
-    const I bits = __builtin_convertvector(v, I) << 16;
-    F result;
-    __builtin_memcpy(&result, &bits, sizeof result);
-    return result;
-  }
   static F scale(const uint8_t* p) {
     uint16_t v;
     __builtin_memcpy(&v, p, sizeof v);
@@ -36,32 +26,24 @@ struct ByteCells {
   }
 };
 
-// Scores of M queries with T tiles of 16 keys. Keys `ahead` bytes behind them are prefetched.
-template <class C, int M, int T>
+// Scores of M queries with T tiles of 16 keys of float16. Keys `ahead` bytes behind them are prefetched.
+template <int M, int T>
 inline void key_products(const uint8_t* keys, int64_t row, int64_t ahead, const float* queries, int64_t head_dim,
                          float* scores, int64_t stride) {
   F sums[M][T] = {};
-  for (int64_t begin = 0; begin < head_dim; begin += C::kScales ? kScaled : head_dim) {
-    F scales[T] = {};
-    if constexpr (C::kScales)
-      for (int t = 0; t < T; t++)
-        scales[t] = C::scales(keys + t * row * kLanes + head_dim * C::kBytes + begin / kScaled * 2 * kLanes);
-    const int64_t end = C::kScales ? begin + kScaled : head_dim;
-    for (int64_t d = begin; d < end; d++) {
-      F k[T];
+  for (int64_t d = 0; d < head_dim; d++) {
+    F k[T];
 #pragma GCC unroll 16
-      for (int t = 0; t < T; t++) {
-        const uint8_t* at = keys + t * row * kLanes + d * C::kBytes;
-        k[t] = C::numbers(at);
-        if constexpr (C::kScales) k[t] = k[t] * scales[t];
-        if (d % (kLine / C::kBytes) == 0) prefetch(at, ahead);
-      }
+    for (int t = 0; t < T; t++) {
+      const uint8_t* at = keys + t * row * kLanes + d * HalfCells::kBytes;
+      k[t] = half(at);
+      if (d % 2 == 0) prefetch(at, ahead);
+    }
 #pragma GCC unroll 16
-      for (int q = 0; q < M; q++) {
-        const F x = splat(queries[q * head_dim + d]);
+    for (int q = 0; q < M; q++) {
+      const F x = splat(queries[q * head_dim + d]);
 #pragma GCC unroll 16
-        for (int t = 0; t < T; t++) sums[q][t] = fma(x, k[t], sums[q][t]);
-      }
+      for (int t = 0; t < T; t++) sums[q][t] = fma(x, k[t], sums[q][t]);
     }
   }
   for (int q = 0; q < M; q++)
@@ -95,6 +77,56 @@ inline void row_products(const uint8_t* keys, int64_t row, int64_t ahead, const 
         store(lanes, sums[q][t]);
         scores[q * stride + k + t] = add_lanes(lanes);
       }
+  }
+}
+
+// Rounds a query to 16 bits: whole multiples of a scale for each 32 channels. A scale is not a number if a channel is
+// not finite.
+inline void round_query(const float* x, int64_t head_dim, QueryCodes* codes, float* scales) {
+  const F magic = splat(12582912.0f);  // adding it rounds to a whole number
+  for (int64_t d = 0; d < head_dim; d += kScaled, codes++, scales++) {
+    F halves[2] = {load(x + d), load(x + d + kLanes)}, most = {}, strange = {};
+    for (const F& v : halves) {
+      strange = strange + (v - v);
+      most = magnitudes(v) > most ? magnitudes(v) : most;
+    }
+    float lanes[kLanes];
+    store(lanes, strange);
+    const float largest = largest_lane(most) + add_lanes(lanes);
+    const float per_unit = largest > 1e-30f && largest <= 3.4028235e38f ? kMostQuery / largest : 0.0f;  // finite
+    int32_t numbers[kScaled];
+    for (int i = 0; i < 2; i++) {
+      const F v = per_unit > 0.0f ? halves[i] : F{};
+      const I whole = __builtin_convertvector(fma(v, splat(per_unit), magic) - magic, I);
+      __builtin_memcpy(numbers + i * kLanes, &whole, sizeof whole);
+    }
+    for (int i = 0; i < kGroups; i++) pack_four(numbers + 4 * i, codes->fours[i]);
+    *scales = largest / kMostQuery;
+  }
+}
+
+// Scores of M queries with tiles of 16 keys of 8 bits, by products of whole numbers.
+template <int M>
+void code_scores(const Queries& q, int64_t first, Run run) {
+  typedef uint16_t Scales __attribute__((vector_size(2 * kLanes)));
+  const int64_t groups = q.head_dim / kScaled;
+  for (; run.from < run.to; run.from += kLanes, run.place += kLanes * q.table.row) {
+    const uint8_t* lines = q.keys + run.place;
+    const uint8_t* scales = lines + q.head_dim * kLanes;
+    F totals[M] = {};
+    for (int64_t g = 0; g < groups; g++, lines += kScaled * kLanes, scales += sizeof(Scales)) {
+      for (int i = 0; i < kGroups; i++) prefetch(lines + i * kLine, run.ahead);
+      prefetch(scales, run.ahead);
+      I sums[M];
+      code_products<M>(lines, q.codes + first * groups + g, groups, sums);
+      Scales bits;
+      __builtin_memcpy(&bits, scales, sizeof bits);
+      const F own = __builtin_bit_cast(F, __builtin_convertvector(bits, I) << 16);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++)
+        totals[m] = fma(real(sums[m]) * splat(q.code_scales[(first + m) * groups + g]), own, totals[m]);
+    }
+    for (int m = 0; m < M; m++) store(q.scores + (first + m) * q.stride + run.from - q.begin, totals[m]);
   }
 }
 
@@ -148,19 +180,19 @@ inline void last_value_sums(const uint8_t* values, int64_t row, int64_t count, c
 constexpr int at_once(int queries) { return queries < kSums / 8 ? 8 : kSums / queries; }
 
 // Scores of M queries, from number `first` on, with the tiles of a run.
-template <class C, int M, int T = at_once(M)>
+template <int M, int T = at_once(M)>
 void score(const Queries& q, int64_t first, Run run) {
   constexpr int64_t count = T * kLanes;
   const int64_t row = q.table.row;
   const float* queries = q.vectors + first * q.head_dim;
   for (; run.from + count <= run.to; run.from += count, run.place += count * row) {
     float* scores = q.scores + first * q.stride + run.from - q.begin;
-    if (!C::kScales && q.keys == nullptr)
+    if (q.keys == nullptr)
       row_products<M, T>(q.values + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
     else
-      key_products<C, M, T>(q.keys + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
+      key_products<M, T>(q.keys + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
   }
-  if constexpr (T > 1) score<C, M, T / 2>(q, first, run);
+  if constexpr (T > 1) score<M, T / 2>(q, first, run);
 }
 
 // Adds the queries' shares of a run's values, from channel `d` on.
@@ -234,9 +266,17 @@ void attend_in(const Queries& q) {
       from = run.to;
     }
   };
+  if constexpr (C::kScales)
+    for (int64_t i = 0, blocks = q.head_dim / kScaled; i < q.count; i++)
+      round_query(q.vectors + i * q.head_dim, q.head_dim, q.codes + i * blocks, q.code_scales + i * blocks);
   const int64_t last = (q.end + kLanes - 1) / kLanes * kLanes;
   each_run(q.begin, last, at_once((q.count + groups - 1) / groups) * kLanes, [&](const Run& run) {
-    each_group([&]<int M>(int64_t first) { score<C, M>(q, first, run); });
+    each_group([&]<int M>(int64_t first) {
+      if constexpr (C::kScales)
+        code_scores<M>(q, first, run);
+      else
+        score<M>(q, first, run);
+    });
   });
   // Values that all queries see are read once for all. A query skips values that it does not see, because a share of
   // 0 times NaN is NaN.

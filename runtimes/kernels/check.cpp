@@ -270,7 +270,9 @@ std::vector<uint8_t> cells_of(Cells cells, const std::vector<float>& values, int
       } else if (d % kScaled == 0) {
         int8_t codes[kScaled];
         put(first + head_dim * lanes + 2 * (d / kScaled * lanes + lane), round_to_bytes(x + d, kScaled, codes));
-        for (int64_t i = 0; i < kScaled; i++) put(first + (d + i) * lanes + lane, codes[i]);
+        const int64_t beside = lanes > 1 ? 4 : 1;
+        for (int64_t i = 0; i < kScaled; i++)
+          put(first + (d + i) / beside * beside * lanes + lane * beside + i % beside, codes[i]);
       }
     }
   }
@@ -338,6 +340,10 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     q.vectors = y.data();
     q.table = {blocks.data(), 2, row};
     q.cells = a.cells;
+    std::vector<QueryCodes> codes(static_cast<size_t>(q.count * a.head_dim / kScaled));
+    std::vector<float> code_scales(codes.size());
+    q.codes = codes.data();
+    q.code_scales = code_scales.data();
     q.keys = a.value_dim < a.head_dim ? nullptr : keys.data();
     q.values = values.data();
     q.head_dim = a.head_dim;

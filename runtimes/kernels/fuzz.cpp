@@ -153,10 +153,14 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
   const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, cache, cache,
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {value_dim}, {value_dim},
-                          {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences}};
+                          {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences},
+                          {kv_heads * head_dim}};
   const uint8_t left_out = choices.byte();
-  for (int i = 0; i < (injected > 0 ? 12 : 10); i++)
-    add(choices, node, shapes[i], i < 5 ? !(latent && i == 2) : !(left_out >> (i - 5) & 1));
+  const auto present = [&](int i) {
+    if (i < 5) return !(latent && i == 2);
+    return i < 12 ? !(left_out >> (i - 5) & 1) && (i < 10 || injected > 0) : !halves;
+  };
+  for (int i = 0; i < (halves && injected == 0 ? 10 : 13); i++) add(choices, node, shapes[i], present(i));
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
   const std::vector<int64_t> counts(static_cast<size_t>(sequences), choices.number(injected));

@@ -56,7 +56,8 @@ constexpr int64_t kTokens = 32;   // of a block
 constexpr int64_t kExtent = 256;  // tokens of eight blocks, whose keys of a head lie together, as do their values
 
 // The form of keys and values: float16, or whole numbers of 8 bits, where 32 channels of a token share a scale: a
-// bfloat16 behind the numbers (of 16 tokens at once where keys lie in tiles).
+// bfloat16 behind the numbers (of 16 tokens at once where keys lie in tiles). Such tiles have lines as matrices have
+// (layout.h): byte 4 * lane + i is channel i of a group of four.
 enum class Cells { halves, bytes };
 
 constexpr int64_t kScaled = 32;  // channels
@@ -84,6 +85,14 @@ struct Run {
   int64_t from, to, place, ahead;
 };
 
+constexpr float kMostQuery = 32512;  // of 16 bits: its high part and its low part have 8 bits, and both have a sign
+
+// 32 channels of a query, rounded to 16 bits, as a set of instructions multiplies them by keys of 8 bits. Sums of 32
+// products are whole numbers, so the sets may differ.
+struct QueryCodes {
+  int32_t fours[kGroups][2];
+};
+
 // Queries of rows and heads that share keys and values.
 struct Queries {
   const Span* spans;    // (count): the tokens that each query sees
@@ -92,6 +101,8 @@ struct Queries {
   float* vectors;       // (count, head_dim): rotated and scaled queries; then the sums of values by shares
   BlockTable table;
   Cells cells;
+  QueryCodes* codes;      // (count, head_dim / 32): a place for rounded queries, where keys have 8 bits
+  float* code_scales;     // (count, head_dim / 32): the same for their scales
   const uint8_t* keys;    // of 16 tokens each: (head_dim, 16), then scales (head_dim / 32, 16); null if a token's key
                           // is its value's row, all of it
   const uint8_t* values;  // of each token: (head_dim), of which the first value_dim count; then scales (head_dim / 32)
