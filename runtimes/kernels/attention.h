@@ -13,9 +13,10 @@
 namespace edgespec {
 
 // The cache is float16, or numbers of 8 bits with scales, because the speed of attention depends on the bytes that it
-// reads; sums are float32. Keys lie in tiles of 16 tokens, channel by channel, so a lane is a token. Values lie row by row. A sequence has a table of
-// blocks of 32 tokens, and sequences may share blocks. Eight blocks make an extent, which lies head by head. Blocks
-// that follow each other both in the table and in an extent are read together.
+// reads; sums are float32. Keys lie in tiles of 16 tokens, so a lane is a token. Values of float16 lie row by row, those
+// of 8 bits in tiles of 32 tokens (kernels.h). A sequence has a table of blocks of 32 tokens, and sequences may share
+// blocks. Eight blocks make an extent, which lies head by head. Blocks that follow each other both in the table and in
+// an extent are read together.
 // A pass has rows of one or several sequences, one sequence after the other.
 // The width of the input tells what it holds. With gates, a gate lies behind each query, and the result of the head is
 // multiplied by its sigmoid. Without values, the keys before their normalization are the values. With queries alone,
@@ -24,7 +25,7 @@ namespace edgespec {
 // The keys and values of a sequence's first `injected_rows` rows are injected. These rows have no queries and no
 // results. With `bidirectional`, a row also sees the later rows of its sequence.
 // Keys of 8 bits are rounded after they are divided by powers of two, and queries are multiplied by the same. The gain
-// and the bias of the keys (`key_bias`, of the product that made them) say which channels are large.
+// of keys, and `key_sizes`, their biases or gains before attention, say which channels are large.
 // With a `value_dim` below the width of a head attention is latent: values are the first channels of the keys. Only the
 // keys are kept, row by row, and only those channels are normalized. The others are rotated.
 template <Cells kCells>
@@ -39,7 +40,7 @@ class AttentionOver {
       {"blocks", ort::kInt64}, {"cos", ort::kFloat, ort::kOptional}, {"sin", ort::kFloat, ort::kOptional},
       {"query_gain", ort::kFloat, ort::kOptional}, {"key_gain", ort::kFloat, ort::kOptional},
       {"sinks", ort::kFloat, ort::kOptional}, {"injected", ort::kFloat, ort::kOptional},
-      {"injected_rows", ort::kInt64, ort::kOptional}, {"key_bias", ort::kFloat, ort::kOptional}}};
+      {"injected_rows", ort::kInt64, ort::kOptional}, {"key_sizes", ort::kFloat, ort::kOptional}}};
   static constexpr std::array kOutputs = {ort::kFloat, kCell, kCell};
 
   AttentionOver(const Info& info, const Host& host)
@@ -94,9 +95,8 @@ class AttentionOver {
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kInputs["query_gain"], value_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kInputs["key_gain"], value_dim_, "a gain is not as wide as a head");
-    const int64_t biased = kv_heads_ * head_dim_;
-    const float* bias = pass.vector(kInputs["key_bias"], biased, "a bias of keys is not as wide as a row of them");
-    const std::vector<float> factors = key_factors(s, bias);
+    const std::vector<float> factors = key_factors(s, pass.vector(kInputs["key_sizes"], kv_heads_ * head_dim_,
+                                                                  "sizes of keys are not as many as their channels"));
     s.factors = factors.data();
     s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
@@ -195,7 +195,7 @@ class AttentionOver {
     for (size_t i = 0; i < (latent() ? 1 : 2); i++) {
       const Tensor past = pass.input(kInputs["past_key"] + i);
       const bool shaped = past.shape.size() == 4 && past.shape[1] == kv_heads_ && past.shape[2] == kExtent &&
-                          past.shape[3] * static_cast<int64_t>(sizeof(Cell)) == row();
+                          past.shape[3] * static_cast<int64_t>(sizeof(Cell)) == (i == 0 ? key_row() : value_row());
       require(shaped, "a KV cache is not of its type, (extents, heads, 256, a head's row)");
       require(i == 0 || past.shape[0] == s.extents, "keys and values have caches of different length");
       s.extents = past.shape[0];
@@ -204,8 +204,9 @@ class AttentionOver {
     if (latent()) s.values = s.keys;
   }
 
-  // Bytes of the keys or values of a token's head.
-  int64_t row() const { return cell_bytes(kCells, head_dim_); }
+  // Bytes of a token's head.
+  int64_t key_row() const { return key_bytes(kCells, head_dim_); }
+  int64_t value_row() const { return value_bytes(kCells, head_dim_); }
 
   void rotation(const Pass& pass, State& s, const std::vector<Rows>& sequences) const {
     const Tensor cos = pass.input(kInputs["cos"]), sin = pass.input(kInputs["sin"]);
@@ -245,12 +246,13 @@ class AttentionOver {
   // Powers of two by which keys of 8 bits are divided: (kv_heads, head_dim). A channel whose usual size is known to be
   // large, as in Qwen2.5, would drown the others that share its scale. Channels that rotate together have one factor,
   // so a query's product with a key stays what it is.
-  std::vector<float> key_factors(const State& s, const float* bias) const {
+  std::vector<float> key_factors(const State& s, const float* sizes) const {
     std::vector<float> factors;
     if constexpr (kCells == Cells::halves) return factors;
     for (int64_t i = 0; i < kv_heads_ * head_dim_; i++) {
-      const float constant = bias == nullptr ? 0.0f : bias[i], gain = s.key_gain == nullptr ? 0.0f : s.key_gain[i % head_dim_];
-      factors.push_back(constant * constant + gain * gain);
+      const float size = sizes == nullptr ? 0.0f : sizes[i];
+      const float gain = s.key_gain == nullptr ? 0.0f : s.key_gain[i % head_dim_];
+      factors.push_back(size * size + gain * gain);
     }
     const int64_t apart = interleaved_ ? 1 : distance_ > 0 ? distance_ : s.pairs;
     for (int64_t head = 0; head < kv_heads_; head++)
@@ -276,42 +278,58 @@ class AttentionOver {
   void append(const State& s, const Rows& rows, int64_t head, const float* from, int64_t width,
               int64_t value_step) const {
     const Buffer<float> channels(head_dim_);
-    const BlockTable table = {rows.blocks, kv_heads_, row()};
+    const BlockTable key_table = {rows.blocks, kv_heads_, key_row()}, value_table = {rows.blocks, kv_heads_, value_row()};
+    uint8_t* const keys = s.keys + head * kExtent * key_row();
+    uint8_t* const values = s.values + head * kExtent * value_row();
     for (int64_t r = 0; r < rows.count; r++) {
       const float* x = from + (rows.first + r) * width + head * head_dim_;
-      const int64_t token = rows.past + r, lane = token % kLanes, first = head * kExtent * row();
+      const int64_t token = rows.past + r;
       prepare(s, x, s.key_gain, token, 1.0f, channels.get());
       if constexpr (kCells == Cells::bytes)
         for (int64_t i = 0; i < head_dim_; i++) channels.get()[i] = channels.get()[i] / s.factors[head * head_dim_ + i];
       if (latent()) {
-        write(channels.get(), s.keys + table.of(token), 1, 0);
+        write_value(channels.get(), token, keys, key_table);
         continue;
       }
-      write(channels.get(), s.keys + first + table.of(token - lane), kLanes, lane);
+      write_key(channels.get(), token, keys, key_table);
       const float* value = x + value_step;
       if (!units_.empty()) {
         kernels_.normalize(value, units_.data(), epsilon_, head_dim_, channels.get());
         value = channels.get();
       }
-      write(value, s.values + first + table.of(token), 1, 0);
+      write_value(value, token, values, value_table);
     }
   }
 
-  // Writes a head's channels as number `lane` of each `lanes` numbers, and then the scales likewise. Codes of four
-  // channels lie side by side in tiles of keys.
-  void write(const float* x, uint8_t* to, int64_t lanes, int64_t lane) const {
+  // Writes a token's keys to a head's cache `to`.
+  void write_key(const float* x, int64_t token, uint8_t* to, const BlockTable& table) const {
+    const int64_t lane = token % kLanes;
+    to += table.of(token - lane);
     const Buffer<Cell> numbers(head_dim_);
-    auto* cells = reinterpret_cast<Cell*>(to);
     if constexpr (kCells == Cells::halves) {
       std::transform(x, x + head_dim_, numbers.get(), narrow);
+      for (int64_t d = 0; d < head_dim_; d++) reinterpret_cast<Half*>(to)[d * kLanes + lane] = numbers.get()[d];
     } else {
-      auto* scales = reinterpret_cast<uint16_t*>(to + head_dim_ * lanes);
+      auto* scales = reinterpret_cast<uint16_t*>(to + head_dim_ * kLanes);
       for (int64_t i = 0; i < head_dim_ / kScaled; i++)
-        scales[i * lanes + lane] = round_to_bytes(x + i * kScaled, kScaled, numbers.get() + i * kScaled);
+        scales[i * kLanes + lane] = round_to_bytes(x + i * kScaled, kScaled, numbers.get() + i * kScaled);
+      for (int64_t d = 0; d < head_dim_; d += 4) std::memcpy(to + d * kLanes + 4 * lane, numbers.get() + d, 4);
     }
-    const int64_t beside = kCells == Cells::bytes && lanes > 1 ? 4 : 1;
-    for (int64_t d = 0; d < head_dim_; d++)
-      cells[d / beside * beside * lanes + lane * beside + d % beside] = numbers.get()[d];
+  }
+
+  void write_value(const float* x, int64_t token, uint8_t* to, const BlockTable& table) const {
+    const int64_t place = token % kTokens;
+    const Buffer<Cell> numbers(head_dim_);
+    if constexpr (kCells == Cells::halves) {
+      std::transform(x, x + head_dim_, reinterpret_cast<Half*>(to + table.of(token)), narrow);
+    } else {
+      to += table.of(token - place);
+      const uint16_t scale = round_to_bytes(x, head_dim_, numbers.get());
+      std::memcpy(to + head_dim_ * kTokens + 2 * place, &scale, sizeof scale);
+      uint8_t* codes = to + place / 4 * kLine + place % 4;
+      for (int64_t d = 0; d < head_dim_; d++)
+        codes[d / kLanes * kLanes * kTokens + d % kLanes * 4] = static_cast<uint8_t>(numbers.get()[d]);
+    }
   }
 
   void attend(const State& s, const Share& share, int64_t kv_head) const {
@@ -339,20 +357,21 @@ class AttentionOver {
     q.count = count;
     q.sinks = s.sinks == nullptr ? nullptr : sinks.get();
     q.vectors = vectors.get();
-    q.table = {rows.blocks, kv_heads_, row()};
+    q.key_table = {rows.blocks, kv_heads_, key_row()};
+    q.value_table = {rows.blocks, kv_heads_, value_row()};
     q.cells = kCells;
-    const int64_t blocks = kCells == Cells::bytes ? count * (head_dim_ / kScaled) : 0;
-    const Buffer<QueryCodes> codes(blocks);
-    const Buffer<float> code_scales(blocks);
+    const int64_t rounded = kCells == Cells::bytes ? count * (head_dim_ / kScaled) : 0;
+    const Buffer<WordCodes> codes(rounded);
+    const Buffer<float> code_scales(rounded);
     q.codes = codes.get();
     q.code_scales = code_scales.get();
-    q.keys = latent() ? nullptr : s.keys + kv_head * kExtent * row();
-    q.values = s.values + kv_head * kExtent * row();
+    q.keys = latent() ? nullptr : s.keys + kv_head * kExtent * key_row();
+    q.values = s.values + kv_head * kExtent * value_row();
     q.head_dim = head_dim_;
     q.value_dim = value_dim_;
-    q.begin = spans.get()[0].first / kLanes * kLanes;
+    q.begin = spans.get()[0].first / score_step(kCells) * score_step(kCells);
     q.end = spans.get()[count - 1].limit;
-    q.stride = score_stride(q.end - q.begin);
+    q.stride = score_stride(kCells, q.end - q.begin);
     const Buffer<float> scores(count * q.stride);
     q.scores = scores.get();
     q.cap = cap_;

@@ -146,12 +146,13 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   Tables tables;
   for (int64_t i = 0; i < sequences; i++)
     tables.add(choices, i == 0 ? past : choices.below(static_cast<int>(past) + 1), rows, count);
-  const Shape cache = {count / 8, kv_heads, 256, halves ? head_dim : cell_bytes(kCells, head_dim)};
+  const auto cache = [&](int64_t bytes) { return Shape{count / 8, kv_heads, 256, halves ? bytes / 2 : bytes}; };
+  const Shape keys = cache(key_bytes(kCells, head_dim)), values = cache(value_bytes(kCells, head_dim));
   const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
   const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
-  const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, cache, cache,
+  const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, keys, values,
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {value_dim}, {value_dim},
                           {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences},
                           {kv_heads * head_dim}};

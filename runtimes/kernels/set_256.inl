@@ -38,7 +38,7 @@ inline __m256i added_words(__m256i sum, __m256i words, __m256i others);
 
 // Eight lanes at a time, so that the sums of all queries stay in registers.
 template <int M>
-inline void code_products(const uint8_t* lines, const QueryCodes* queries, int64_t step, I* sums) {
+inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_t step, I* sums) {
   for (int half = 0; half < 2; half++) {
     __m256i own[M] = {};
 #pragma GCC unroll 8

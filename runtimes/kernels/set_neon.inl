@@ -48,7 +48,7 @@ inline void pack_four(const int32_t* x, int32_t* four) {
 }
 
 template <int M>
-inline void code_products(const uint8_t* lines, const QueryCodes* queries, int64_t step, I* sums) {
+inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_t step, I* sums) {
   for (int q = 0; q < M; q++, queries += step) {
     Ints high = {}, low = {};
 #pragma GCC unroll 8
