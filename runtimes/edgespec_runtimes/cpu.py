@@ -35,6 +35,7 @@ INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "pl
 """Sets of instructions with kernels, the fastest first; every processor has ``plain``."""
 
 _LOG = logging.getLogger("edgespec")
+_PAST_KEY, _KEY_GAIN, _KEY_SIZES = 1, 8, 13  # inputs of attention
 _TENSOR, _FLOAT = 1, 1  # ONNX's TypeProto.tensor_type, TensorProto.FLOAT
 _SUFFIXES: Final = {"win32": "dll", "darwin": "dylib"}
 _REMEDY: Final = (
@@ -322,7 +323,11 @@ def _with_outputs(model: bytes, names: Iterable[str]) -> bytes:
 
 
 def _over_bytes(model: bytes, kept: Sequence[KeptTensor]) -> bytes:
-    """A serialized ONNX model of edgespec's operators whose attention keeps these tensors in 8 bits."""
+    """A serialized ONNX model of edgespec's operators whose attention keeps these tensors in 8 bits.
+
+    Attention learns how large the channels of its keys are by the bias of the product that makes them, or by
+    the gain of their normalization.
+    """
     if not kept:
         return model
     import onnx  # which other models do not need
@@ -333,9 +338,30 @@ def _over_bytes(model: bytes, kept: Sequence[KeptTensor]) -> bytes:
         if value.name in widths:
             value.type.tensor_type.elem_type = onnx.TensorProto.INT8
             value.type.tensor_type.shape.dim[-1].dim_value = widths[value.name]
-    for node in proto.graph.node:
-        if node.op_type == "Attention":
-            node.op_type = "Attention8"
+    graph = proto.graph
+    makers = {name: node for node in graph.node for name in node.output}
+    widths = {tensor.name: tensor.dims[0] for tensor in graph.initializer}
+    for node in [node for node in graph.node if node.op_type == "Attention"]:
+        node.op_type = "Attention8"
+        owner = makers.get(node.input[_PAST_KEY], node)  # several layers may read the keys of one
+        product = makers[owner.input[0]]
+        if product.op_type == "Concat":  # of queries, keys and values
+            product = makers[product.input[1]]
+        sizes = product.input[2] or product.input[3]  # a bias, or a gain behind the product
+        node.input.extend([""] * (_KEY_SIZES + 1 - len(node.input)))
+        node.input[_KEY_GAIN] = owner.input[_KEY_GAIN]
+        if not sizes:
+            continue
+        facts = {attribute.name: attribute.i for attribute in owner.attribute}
+        keys, queries = (facts[count] * facts["head_dim"] for count in ("kv_heads", "heads"))
+        gated = widths[sizes] == 2 * (queries + keys)
+        first = 0 if widths[sizes] == keys else queries * (1 + gated)
+        node.input[_KEY_SIZES] = f"{node.output[0]}.key_sizes"
+        places = [f"{node.input[_KEY_SIZES]}.{name}" for name in ("first", "end")]
+        for name, place in zip(places, (first, first + keys), strict=True):
+            graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [place]))
+        # ONNX Runtime computes it once.
+        graph.node.insert(0, onnx.helper.make_node("Slice", [sizes, *places], [node.input[_KEY_SIZES]]))
     return bytes(proto.SerializeToString())
 
 

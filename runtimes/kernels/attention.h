@@ -13,9 +13,10 @@
 namespace edgespec {
 
 // The cache is float16, or numbers of 8 bits with scales, because the speed of attention depends on the bytes that it
-// reads; sums are float32. Keys lie in tiles of 16 tokens, channel by channel, so a lane is a token. Values lie row by row. A sequence has a table of
-// blocks of 32 tokens, and sequences may share blocks. Eight blocks make an extent, which lies head by head. Blocks
-// that follow each other both in the table and in an extent are read together.
+// reads; sums are float32. Keys lie in tiles of 16 tokens, so a lane is a token. Values of float16 lie row by row, those
+// of 8 bits in tiles of 32 tokens (kernels.h). A sequence has a table of blocks of 32 tokens, and sequences may share
+// blocks. Eight blocks make an extent, which lies head by head. Blocks that follow each other both in the table and in
+// an extent are read together.
 // A pass has rows of one or several sequences, one sequence after the other.
 // The width of the input tells what it holds. With gates, a gate lies behind each query, and the result of the head is
 // multiplied by its sigmoid. Without values, the keys before their normalization are the values. With queries alone,
@@ -26,6 +27,8 @@ namespace edgespec {
 // sequence's tokens up to a number of its own, which lies behind itself and not beyond the pass.
 // Rotary tables have a row for each position. With `row_tables` they have one for each row of the pass, whose position
 // then need not be its place in the cache.
+// Keys of 8 bits are rounded after they are divided by powers of two, and queries are multiplied by the same. The gain
+// of keys, and `key_sizes`, their biases or gains before attention, say which channels are large.
 // With a `value_dim` below the width of a head attention is latent: values are the first channels of the keys. Only the
 // keys are kept, row by row, and only those channels are normalized. The others are rotated.
 // Heads are normalized before their rotation, or with `normed_last` behind it.
@@ -41,7 +44,8 @@ class AttentionOver {
       {"blocks", ort::kInt64}, {"cos", ort::kFloat, ort::kOptional}, {"sin", ort::kFloat, ort::kOptional},
       {"query_gain", ort::kFloat, ort::kOptional}, {"key_gain", ort::kFloat, ort::kOptional},
       {"sinks", ort::kFloat, ort::kOptional}, {"injected", ort::kFloat, ort::kOptional},
-      {"injected_rows", ort::kInt64, ort::kOptional}, {"row_ends", ort::kInt64, ort::kOptional}}};
+      {"injected_rows", ort::kInt64, ort::kOptional}, {"row_ends", ort::kInt64, ort::kOptional},
+      {"key_sizes", ort::kFloat, ort::kOptional}}};
   static constexpr std::array kOutputs = {ort::kFloat, kCell, kCell};
 
   AttentionOver(const Info& info, const Host& host)
@@ -99,6 +103,9 @@ class AttentionOver {
     rotation(pass, s, sequences, all_rows);
     s.query_gain = pass.vector(kInputs["query_gain"], value_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kInputs["key_gain"], value_dim_, "a gain is not as wide as a head");
+    const std::vector<float> factors = key_factors(s, pass.vector(kInputs["key_sizes"], kv_heads_ * head_dim_,
+                                                                  "sizes of keys are not as many as their channels"));
+    s.factors = factors.data();
     s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
     require(!injected || !row_tables_, "injected rows have no rows of rotary tables");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
@@ -120,6 +127,8 @@ class AttentionOver {
 
  private:
   static constexpr int64_t kFewRows = 8, kMostQueries = 48;
+  static constexpr float kUsualKey = 4.0f;          // channels of keys are mostly this large or smaller
+  static constexpr float kMostFactor = 1048576.0f;
 
   struct State {
     const float* packed;
@@ -127,6 +136,7 @@ class AttentionOver {
     bool gated, shared;
     const float *cos, *sin, *query_gain, *key_gain, *sinks;
     const int64_t* ends;  // the tokens that each row sees; null if these are the tokens up to its own
+    const float* factors;  // (kv_heads, head_dim), of keys of 8 bits
     uint8_t *keys, *values;
     float* y;
   };
@@ -212,7 +222,7 @@ class AttentionOver {
     for (size_t i = 0; i < (latent() ? 1 : 2); i++) {
       const Tensor past = pass.input(kInputs["past_key"] + i);
       const bool shaped = past.shape.size() == 4 && past.shape[1] == kv_heads_ && past.shape[2] == kExtent &&
-                          past.shape[3] * static_cast<int64_t>(sizeof(Cell)) == row();
+                          past.shape[3] * static_cast<int64_t>(sizeof(Cell)) == (i == 0 ? key_row() : value_row());
       require(shaped, "a KV cache is not of its type, (extents, heads, 256, a head's row)");
       require(i == 0 || past.shape[0] == s.extents, "keys and values have caches of different length");
       s.extents = past.shape[0];
@@ -221,8 +231,9 @@ class AttentionOver {
     if (latent()) s.values = s.keys;
   }
 
-  // Bytes of the keys or values of a token's head.
-  int64_t row() const { return cell_bytes(kCells, head_dim_); }
+  // Bytes of a token's head.
+  int64_t key_row() const { return key_bytes(kCells, head_dim_); }
+  int64_t value_row() const { return value_bytes(kCells, head_dim_); }
 
   void rotation(const Pass& pass, State& s, const std::vector<Rows>& sequences, int64_t all_rows) const {
     const Tensor cos = pass.input(kInputs["cos"]), sin = pass.input(kInputs["sin"]);
@@ -265,6 +276,30 @@ class AttentionOver {
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
   }
 
+  // Powers of two by which keys of 8 bits are divided: (kv_heads, head_dim). A channel whose usual size is known to be
+  // large, as in Qwen2.5, would drown the others that share its scale. Channels that rotate together have one factor,
+  // so a query's product with a key stays what it is.
+  std::vector<float> key_factors(const State& s, const float* sizes) const {
+    std::vector<float> factors;
+    if constexpr (kCells == Cells::halves) return factors;
+    for (int64_t i = 0; i < kv_heads_ * head_dim_; i++) {
+      const float size = sizes == nullptr ? 0.0f : sizes[i];
+      const float gain = s.key_gain == nullptr ? 0.0f : s.key_gain[i % head_dim_];
+      factors.push_back(size * size + gain * gain);
+    }
+    const int64_t apart = interleaved_ ? 1 : distance_ > 0 ? distance_ : s.pairs;
+    for (int64_t head = 0; head < kv_heads_; head++)
+      for (int64_t i = 0; i < s.pairs; i++) {
+        float* first = factors.data() + head * head_dim_ + (interleaved_ ? 2 * i : i);
+        first[0] = first[apart] = first[0] + first[apart];
+      }
+    for (float& factor : factors) {
+      const float times = std::sqrt(factor) / kUsualKey;
+      factor = times > 1.0f ? std::ldexp(1.0f, std::ilogb(std::min(times, kMostFactor))) : 1.0f;
+    }
+    return factors;
+  }
+
   // Queries grow with the logarithm of the number of whole steps before their position.
   float scale_at(int64_t position) const {
     if (step_ == 0 || position < step_) return scale_;
@@ -276,37 +311,58 @@ class AttentionOver {
   void append(const State& s, const Rows& rows, int64_t head, const float* from, int64_t width,
               int64_t value_step) const {
     const Buffer<float> channels(head_dim_);
-    const BlockTable table = {rows.blocks, kv_heads_, row()};
+    const BlockTable key_table = {rows.blocks, kv_heads_, key_row()}, value_table = {rows.blocks, kv_heads_, value_row()};
+    uint8_t* const keys = s.keys + head * kExtent * key_row();
+    uint8_t* const values = s.values + head * kExtent * value_row();
     for (int64_t r = 0; r < rows.count; r++) {
       const float* x = from + (rows.first + r) * width + head * head_dim_;
-      const int64_t token = rows.past + r, lane = token % kLanes, first = head * kExtent * row();
+      const int64_t token = rows.past + r;
       prepare(s, x, s.key_gain, turn(rows, r), 1.0f, channels.get());
+      if constexpr (kCells == Cells::bytes)
+        for (int64_t i = 0; i < head_dim_; i++) channels.get()[i] = channels.get()[i] / s.factors[head * head_dim_ + i];
       if (latent()) {
-        write(channels.get(), s.keys + table.of(token), 1, 0);
+        write_value(channels.get(), token, keys, key_table);
         continue;
       }
-      write(channels.get(), s.keys + first + table.of(token - lane), kLanes, lane);
+      write_key(channels.get(), token, keys, key_table);
       const float* value = x + value_step;
       if (!units_.empty()) {
         kernels_.normalize(value, units_.data(), epsilon_, head_dim_, channels.get());
         value = channels.get();
       }
-      write(value, s.values + first + table.of(token), 1, 0);
+      write_value(value, token, values, value_table);
     }
   }
 
-  // Writes a head's channels as number `lane` of each `lanes` numbers, and then the scales likewise.
-  void write(const float* x, uint8_t* to, int64_t lanes, int64_t lane) const {
+  // Writes a token's keys to a head's cache `to`.
+  void write_key(const float* x, int64_t token, uint8_t* to, const BlockTable& table) const {
+    const int64_t lane = token % kLanes;
+    to += table.of(token - lane);
     const Buffer<Cell> numbers(head_dim_);
-    auto* cells = reinterpret_cast<Cell*>(to);
     if constexpr (kCells == Cells::halves) {
       std::transform(x, x + head_dim_, numbers.get(), narrow);
+      for (int64_t d = 0; d < head_dim_; d++) reinterpret_cast<Half*>(to)[d * kLanes + lane] = numbers.get()[d];
     } else {
-      auto* scales = reinterpret_cast<uint16_t*>(to + head_dim_ * lanes);
+      auto* scales = reinterpret_cast<uint16_t*>(to + head_dim_ * kLanes);
       for (int64_t i = 0; i < head_dim_ / kScaled; i++)
-        scales[i * lanes + lane] = round_to_bytes(x + i * kScaled, kScaled, numbers.get() + i * kScaled);
+        scales[i * kLanes + lane] = round_to_bytes(x + i * kScaled, kScaled, numbers.get() + i * kScaled);
+      for (int64_t d = 0; d < head_dim_; d += 4) std::memcpy(to + d * kLanes + 4 * lane, numbers.get() + d, 4);
     }
-    for (int64_t d = 0; d < head_dim_; d++) cells[d * lanes + lane] = numbers.get()[d];
+  }
+
+  void write_value(const float* x, int64_t token, uint8_t* to, const BlockTable& table) const {
+    const int64_t place = token % kTokens;
+    const Buffer<Cell> numbers(head_dim_);
+    if constexpr (kCells == Cells::halves) {
+      std::transform(x, x + head_dim_, reinterpret_cast<Half*>(to + table.of(token)), narrow);
+    } else {
+      to += table.of(token - place);
+      const uint16_t scale = round_to_bytes(x, head_dim_, numbers.get());
+      std::memcpy(to + head_dim_ * kTokens + 2 * place, &scale, sizeof scale);
+      uint8_t* codes = to + place / 4 * kLine + place % 4;
+      for (int64_t d = 0; d < head_dim_; d++)
+        codes[d / kLanes * kLanes * kTokens + d % kLanes * 4] = static_cast<uint8_t>(numbers.get()[d]);
+    }
   }
 
   void attend(const State& s, const Share& share, int64_t kv_head) const {
@@ -324,7 +380,10 @@ class AttentionOver {
       int64_t limit = bidirectional_ ? rows.past + rows.count : end;
       if (s.ends != nullptr) limit = s.ends[rows.first + row_of(i)];
       spans.get()[i] = {window_ > 0 && end > window_ ? end - window_ : 0, limit};
-      prepare(s, query(i), s.query_gain, turn(rows, row_of(i)), scale_at(position), vectors.get() + i * head_dim_);
+      float* vector = vectors.get() + i * head_dim_;
+      prepare(s, query(i), s.query_gain, turn(rows, row_of(i)), scale_at(position), vector);
+      if constexpr (kCells == Cells::bytes)
+        for (int64_t d = 0; d < head_dim_; d++) vector[d] = vector[d] * s.factors[kv_head * head_dim_ + d];
       if (s.sinks != nullptr) sinks.get()[i] = s.sinks[head_of(i)];
     }
     Queries q{};
@@ -332,15 +391,21 @@ class AttentionOver {
     q.count = count;
     q.sinks = s.sinks == nullptr ? nullptr : sinks.get();
     q.vectors = vectors.get();
-    q.table = {rows.blocks, kv_heads_, row()};
+    q.key_table = {rows.blocks, kv_heads_, key_row()};
+    q.value_table = {rows.blocks, kv_heads_, value_row()};
     q.cells = kCells;
-    q.keys = latent() ? nullptr : s.keys + kv_head * kExtent * row();
-    q.values = s.values + kv_head * kExtent * row();
+    const int64_t rounded = kCells == Cells::bytes ? count * (head_dim_ / kScaled) : 0;
+    const Buffer<WordCodes> codes(rounded);
+    const Buffer<float> code_scales(rounded);
+    q.codes = codes.get();
+    q.code_scales = code_scales.get();
+    q.keys = latent() ? nullptr : s.keys + kv_head * kExtent * key_row();
+    q.values = s.values + kv_head * kExtent * value_row();
     q.head_dim = head_dim_;
     q.value_dim = value_dim_;
-    q.begin = spans.get()[0].first / kLanes * kLanes;
+    q.begin = spans.get()[0].first / score_step(kCells) * score_step(kCells);
     q.end = spans.get()[count - 1].limit;
-    q.stride = score_stride(q.end - q.begin);
+    q.stride = score_stride(kCells, q.end - q.begin);
     const Buffer<float> scores(count * q.stride);
     q.scores = scores.get();
     q.cap = cap_;

@@ -4,64 +4,26 @@
 // prefetched meanwhile. Sums go on from stretch to stretch, so that each sum has one order.
 
 constexpr int64_t kValueBytes = 16 << 10;  // bytes of a stretch of values
+constexpr int64_t kHalves = 2 * kLanes;     // bytes of 16 float16
 
-// 16 numbers of a form of keys and values are `kBytes`. Those of 32 channels have scales `behind` these channels: of
-// 16 tokens in a tile of keys, else of one token.
-struct HalfCells {
-  static constexpr int64_t kBytes = 2 * kLanes;
-  static constexpr bool kScales = false;
-  static F numbers(const uint8_t* p) { return half(p); }
-};
-
-struct ByteCells {
-  static constexpr int64_t kBytes = kLanes;
-  static constexpr bool kScales = true;
-  static F numbers(const uint8_t* p) { return widen_signed(p); }
-  static F scales(const uint8_t* p) {
-    typedef uint16_t Scales __attribute__((vector_size(2 * kLanes)));
-    Scales v;
-    __builtin_memcpy(&v, p, sizeof v);
-    const I bits = __builtin_convertvector(v, I) << 16;
-    F result;
-    __builtin_memcpy(&result, &bits, sizeof result);
-    return result;
-  }
-  static F scale(const uint8_t* p) {
-    uint16_t v;
-    __builtin_memcpy(&v, p, sizeof v);
-    const uint32_t bits = static_cast<uint32_t>(v) << 16;
-    float result;
-    __builtin_memcpy(&result, &bits, sizeof result);
-    return splat(result);
-  }
-};
-
-// Scores of M queries with T tiles of 16 keys. Keys `ahead` bytes behind them are prefetched.
-template <class C, int M, int T>
+// Scores of M queries with T tiles of 16 keys of float16. Keys `ahead` bytes behind them are prefetched.
+template <int M, int T>
 inline void key_products(const uint8_t* keys, int64_t row, int64_t ahead, const float* queries, int64_t head_dim,
                          float* scores, int64_t stride) {
   F sums[M][T] = {};
-  for (int64_t begin = 0; begin < head_dim; begin += C::kScales ? kScaled : head_dim) {
-    F scales[T] = {};
-    if constexpr (C::kScales)
-      for (int t = 0; t < T; t++)
-        scales[t] = C::scales(keys + t * row * kLanes + head_dim * C::kBytes + begin / kScaled * 2 * kLanes);
-    const int64_t end = C::kScales ? begin + kScaled : head_dim;
-    for (int64_t d = begin; d < end; d++) {
-      F k[T];
+  for (int64_t d = 0; d < head_dim; d++) {
+    F k[T];
 #pragma GCC unroll 16
-      for (int t = 0; t < T; t++) {
-        const uint8_t* at = keys + t * row * kLanes + d * C::kBytes;
-        k[t] = C::numbers(at);
-        if constexpr (C::kScales) k[t] = k[t] * scales[t];
-        if (d % (kLine / C::kBytes) == 0) prefetch(at, ahead);
-      }
+    for (int t = 0; t < T; t++) {
+      const uint8_t* at = keys + t * row * kLanes + d * kHalves;
+      k[t] = half(at);
+      if (d % 2 == 0) prefetch(at, ahead);
+    }
 #pragma GCC unroll 16
-      for (int q = 0; q < M; q++) {
-        const F x = splat(queries[q * head_dim + d]);
+    for (int q = 0; q < M; q++) {
+      const F x = splat(queries[q * head_dim + d]);
 #pragma GCC unroll 16
-        for (int t = 0; t < T; t++) sums[q][t] = fma(x, k[t], sums[q][t]);
-      }
+      for (int t = 0; t < T; t++) sums[q][t] = fma(x, k[t], sums[q][t]);
     }
   }
   for (int q = 0; q < M; q++)
@@ -78,7 +40,7 @@ inline void row_products(const uint8_t* keys, int64_t row, int64_t ahead, const 
       F key[T];
 #pragma GCC unroll 16
       for (int t = 0; t < T; t++) {
-        const uint8_t* at = keys + (k + t) * row + d / kLanes * HalfCells::kBytes;
+        const uint8_t* at = keys + (k + t) * row + d / kLanes * kHalves;
         key[t] = half(at);
         if (d % (2 * kLanes) == 0) prefetch(at, ahead);
       }
@@ -98,9 +60,9 @@ inline void row_products(const uint8_t* keys, int64_t row, int64_t ahead, const 
   }
 }
 
-// Adds M queries' shares of `count` values, in D vectors of channels, to y. Values `ahead` bytes behind them are
+// Adds M queries' shares of `count` values of float16, in D vectors of channels, to y. Values `ahead` bytes behind them are
 // prefetched.
-template <class C, int M, int D>
+template <int M, int D>
 inline void value_sums(const uint8_t* values, int64_t row, int64_t ahead, int64_t count, const float* shares,
                        int64_t stride, int64_t head_dim, int64_t first, float* y) {
   F sums[M][D];
@@ -111,11 +73,9 @@ inline void value_sums(const uint8_t* values, int64_t row, int64_t ahead, int64_
     F v[D];
 #pragma GCC unroll 16
     for (int c = 0; c < D; c++) {
-      const int64_t channel = first + c * kLanes;
-      const uint8_t* at = values + channel / kLanes * C::kBytes;
-      v[c] = C::numbers(at);
-      if constexpr (C::kScales) v[c] = v[c] * C::scale(values + head_dim + channel / kScaled * 2);
-      if (c % (kLine / C::kBytes) == 0) prefetch(at, ahead);
+      const uint8_t* at = values + (first / kLanes + c) * kHalves;
+      v[c] = half(at);
+      if (c % 2 == 0) prefetch(at, ahead);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < M; q++) {
@@ -128,14 +88,14 @@ inline void value_sums(const uint8_t* values, int64_t row, int64_t ahead, int64_
     for (int c = 0; c < D; c++) store(y + q * head_dim + c * kLanes, sums[q][c]);
 }
 
-// The last channels, which do not fill a vector; of float16 alone, because others have a scale for each 32.
+// The last channels, which do not fill a vector.
 template <int M>
 inline void last_value_sums(const uint8_t* values, int64_t row, int64_t count, const float* shares, int64_t stride,
                             int64_t head_dim, size_t channels, float* y) {
   F sums[M] = {};
   for (int q = 0; q < M; q++) __builtin_memcpy(&sums[q], y + q * head_dim, sizeof(float) * channels);
   for (int64_t k = 0; k < count; k++) {
-    uint8_t filled[HalfCells::kBytes] = {};
+    uint8_t filled[kHalves] = {};
     __builtin_memcpy(filled, values + k * row, sizeof(Half) * channels);
     const F v = half(filled);
     for (int q = 0; q < M; q++) sums[q] = fma(splat(shares[q * stride + k]), v, sums[q]);
@@ -148,34 +108,34 @@ inline void last_value_sums(const uint8_t* values, int64_t row, int64_t count, c
 constexpr int at_once(int queries) { return queries < kSums / 8 ? 8 : kSums / queries; }
 
 // Scores of M queries, from number `first` on, with the tiles of a run.
-template <class C, int M, int T = at_once(M)>
+template <int M, int T = at_once(M)>
 void score(const Queries& q, int64_t first, Run run) {
   constexpr int64_t count = T * kLanes;
-  const int64_t row = q.table.row;
+  const int64_t row = q.key_table.row;
   const float* queries = q.vectors + first * q.head_dim;
   for (; run.from + count <= run.to; run.from += count, run.place += count * row) {
     float* scores = q.scores + first * q.stride + run.from - q.begin;
-    if (!C::kScales && q.keys == nullptr)
+    if (q.keys == nullptr)
       row_products<M, T>(q.values + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
     else
-      key_products<C, M, T>(q.keys + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
+      key_products<M, T>(q.keys + run.place, row, run.ahead, queries, q.head_dim, scores, q.stride);
   }
-  if constexpr (T > 1) score<C, M, T / 2>(q, first, run);
+  if constexpr (T > 1) score<M, T / 2>(q, first, run);
 }
 
 // Adds the queries' shares of a run's values, from channel `d` on.
-template <class C, int M, int D = at_once(M)>
+template <int M, int D = at_once(M)>
 void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
   const uint8_t* values = q.values + run.place;
   const float* shares = q.scores + first * q.stride + run.from - q.begin;
   const int64_t count = run.to - run.from;
   float* y = q.vectors + first * q.head_dim;
-  const int64_t row = q.table.row;
+  const int64_t row = q.value_table.row;
   for (; d + D * kLanes <= q.value_dim; d += D * kLanes)
-    value_sums<C, M, D>(values, row, run.ahead, count, shares, q.stride, q.head_dim, d, y);
+    value_sums<M, D>(values, row, run.ahead, count, shares, q.stride, q.head_dim, d, y);
   if constexpr (D > 1)
-    gather_values<C, M, D / 2>(q, first, run, d);
-  else if (!C::kScales && d < q.value_dim)
+    gather_values<M, D / 2>(q, first, run, d);
+  else if (d < q.value_dim)
     last_value_sums<M>(values + 2 * d, row, count, shares, q.stride, q.head_dim,
                        static_cast<size_t>(q.value_dim - d), y + d);
 }
@@ -218,51 +178,165 @@ inline void soften(float* scores, int64_t count, int64_t first, int64_t limit, c
   for (int64_t k = 0; k < count; k += kLanes) store(scores + k, load(scores + k) * factor);
 }
 
-template <class C>
-void attend_in(const Queries& q) {
+// visit.template operator()<M>(first) for groups of queries of nearly the same size.
+template <class Visit>
+void each_group(const Queries& q, const Visit& visit) {
   const int64_t groups = (q.count + kQueries - 1) / kQueries;
-  const auto each_group = [&](const auto& visit) {
-    for (int64_t i = 0; i < groups; i++) {
-      const int64_t first = q.count * i / groups;
-      with_count(q.count * (i + 1) / groups - first, [&]<int M>() { visit.template operator()<M>(first); });
-    }
-  };
-  const auto each_run = [&](int64_t from, int64_t to, int64_t most, const auto& visit) {
-    while (from < to) {
-      const Run run = q.run(from, from + most < to ? from + most : to);
-      visit(run);
-      from = run.to;
-    }
-  };
-  const int64_t last = (q.end + kLanes - 1) / kLanes * kLanes;
-  each_run(q.begin, last, at_once((q.count + groups - 1) / groups) * kLanes, [&](const Run& run) {
-    each_group([&]<int M>(int64_t first) { score<C, M>(q, first, run); });
+  for (int64_t i = 0; i < groups; i++) {
+    const int64_t first = q.count * i / groups;
+    with_count(q.count * (i + 1) / groups - first, [&]<int M>() { visit.template operator()<M>(first); });
+  }
+}
+
+// visit(run) for the runs of the tokens `from` to `to`, of `most` tokens or fewer.
+template <class Visit>
+void each_run(const Queries& q, const BlockTable& table, int64_t from, int64_t to, int64_t most, const Visit& visit) {
+  while (from < to) {
+    const Run run = q.run(table, from, from + most < to ? from + most : to);
+    visit(run);
+    from = run.to;
+  }
+}
+
+inline void soften_all(const Queries& q, int64_t tokens) {
+  for (int64_t i = 0; i < q.count; i++)
+    soften(q.scores + i * q.stride, tokens, q.spans[i].first - q.begin, q.spans[i].limit - q.begin,
+           q.sinks == nullptr ? nullptr : q.sinks + i, q.cap);
+  __builtin_memset(q.vectors, 0, sizeof(float) * static_cast<size_t>(q.count * q.head_dim));
+}
+
+void attend_halves(const Queries& q) {
+  const int64_t groups = (q.count + kQueries - 1) / kQueries, last = (q.end + kLanes - 1) / kLanes * kLanes;
+  each_run(q, q.key_table, q.begin, last, at_once((q.count + groups - 1) / groups) * kLanes, [&](const Run& run) {
+    each_group(q, [&]<int M>(int64_t first) { score<M>(q, first, run); });
   });
+  soften_all(q, last - q.begin);
   // Values that all queries see are read once for all. A query skips values that it does not see, because a share of
   // 0 times NaN is NaN.
   int64_t common = q.begin, common_end = q.end;
   for (int64_t i = 0; i < q.count; i++) {
     const Span& span = q.spans[i];
-    soften(q.scores + i * q.stride, last - q.begin, span.first - q.begin, span.limit - q.begin,
-           q.sinks == nullptr ? nullptr : q.sinks + i, q.cap);
     common = span.first > common ? span.first : common;
     common_end = span.limit < common_end ? span.limit : common_end;
   }
   common_end = common_end < common ? common : common_end;
-  __builtin_memset(q.vectors, 0, sizeof(float) * static_cast<size_t>(q.count * q.head_dim));
   const auto alone = [&](int64_t from, int64_t to) {
     for (int64_t i = 0; i < q.count; i++) {
       const int64_t first = q.spans[i].first, limit = q.spans[i].limit;
       const int64_t begin = from < first ? first : from, end = to < limit ? to : limit;
-      each_run(begin, end, q.end, [&](const Run& run) { gather_values<C, 1>(q, i, run, 0); });
+      each_run(q, q.value_table, begin, end, q.end, [&](const Run& run) { gather_values<1>(q, i, run, 0); });
     }
   };
   alone(q.begin, common);
-  const int64_t stretch = kValueBytes / q.table.row + 1;
-  each_run(common, common_end, stretch, [&](const Run& run) {
-    each_group([&]<int M>(int64_t first) { gather_values<C, M>(q, first, run, 0); });
+  const int64_t stretch = kValueBytes / q.value_table.row + 1;
+  each_run(q, q.value_table, common, common_end, stretch, [&](const Run& run) {
+    each_group(q, [&]<int M>(int64_t first) { gather_values<M>(q, first, run, 0); });
   });
   alone(common_end, q.end);
 }
 
-void attend(const Queries& q) { q.cells == Cells::halves ? attend_in<HalfCells>(q) : attend_in<ByteCells>(q); }
+// ---- Keys and values of 8 bits: products of whole numbers ----------------------------------------------
+//
+// Both products have the same form: 16 lanes, which are tokens or channels, by 32 inputs, which are channels or tokens.
+// Queries, and shares times the scales of their values, are rounded to 16 bits.
+
+// 16 bfloat16.
+inline F brains(const uint8_t* p) {
+  typedef uint16_t Bits __attribute__((vector_size(2 * kLanes)));
+  Bits v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return __builtin_bit_cast(F, __builtin_convertvector(v, I) << 16);
+}
+
+// Rounds 32 numbers to whole multiples of a scale, which is returned. It is not a number if one of them is not finite.
+inline float round_to_words(const F (&x)[2], WordCodes* codes) {
+  const F magic = splat(12582912.0f);  // adding it rounds to a whole number
+  F most = {}, strange = {};
+  for (const F& v : x) {
+    strange = strange + (v - v);
+    most = magnitudes(v) > most ? magnitudes(v) : most;
+  }
+  float lanes[kLanes];
+  store(lanes, strange);
+  const float largest = largest_lane(most) + add_lanes(lanes);
+  const float per_unit = largest > 1e-30f && largest <= 3.4028235e38f ? kMostWord / largest : 0.0f;  // finite
+  int32_t numbers[2 * kLanes];
+  for (int i = 0; i < 2; i++) {
+    const F v = per_unit > 0.0f ? x[i] : F{};
+    const I whole = __builtin_convertvector(fma(v, splat(per_unit), magic) - magic, I);
+    __builtin_memcpy(numbers + i * kLanes, &whole, sizeof whole);
+  }
+  for (int i = 0; i < kGroups; i++) pack_four(numbers + 4 * i, codes->fours[i]);
+  return largest / kMostWord;
+}
+
+inline void prefetch_tile(const uint8_t* lines, int64_t ahead) {
+  for (int i = 0; i < kGroups; i++) prefetch(lines + i * kLine, ahead);
+}
+
+// Scores of M queries with a run's keys.
+template <int M>
+void code_scores(const Queries& q, int64_t first, Run run) {
+  const int64_t blocks = q.head_dim / kScaled;
+  for (; run.from < run.to; run.from += kLanes, run.place += kLanes * q.key_table.row) {
+    const uint8_t* lines = q.keys + run.place;
+    const uint8_t* scales = lines + q.head_dim * kLanes;
+    F totals[M] = {};
+    for (int64_t b = 0; b < blocks; b++, lines += kScaled * kLanes, scales += 2 * kLanes) {
+      prefetch_tile(lines, run.ahead);
+      prefetch(scales, run.ahead);
+      I sums[M];
+      code_products<M>(lines, q.codes + first * blocks + b, blocks, sums);
+      const F own = brains(scales);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++)
+        totals[m] = fma(real(sums[m]) * splat(q.code_scales[(first + m) * blocks + b]), own, totals[m]);
+    }
+    for (int m = 0; m < M; m++) store(q.scores + (first + m) * q.stride + run.from - q.begin, totals[m]);
+  }
+}
+
+// Adds M queries' shares of a block's values.
+template <int M>
+void code_sums(const Queries& q, int64_t first, const uint8_t* block, int64_t ahead) {
+  float* y = q.vectors + first * q.head_dim;
+  for (int64_t d = 0; d < q.head_dim; d += kLanes, block += kTokens * kLanes, y += kLanes) {
+    prefetch_tile(block, ahead);
+    I sums[M];
+    code_products<M>(block, q.codes + first, 1, sums);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      float* to = y + m * q.head_dim;
+      store(to, fma(real(sums[m]), splat(q.code_scales[first + m]), load(to)));
+    }
+  }
+}
+
+void attend_codes(const Queries& q) {
+  const int64_t parts = q.head_dim / kScaled, last = (q.end + kTokens - 1) / kTokens * kTokens;
+  for (int64_t i = 0; i < q.count * parts; i++) {
+    const float* x = q.vectors + i * kScaled;
+    q.code_scales[i] = round_to_words({load(x), load(x + kLanes)}, q.codes + i);
+  }
+  each_run(q, q.key_table, q.begin, last, kTokens, [&](const Run& run) {
+    each_group(q, [&]<int M>(int64_t first) { code_scores<M>(q, first, run); });
+  });
+  soften_all(q, last - q.begin);
+  each_run(q, q.value_table, q.begin, last, kTokens, [&](const Run& run) {
+    const uint8_t* block = q.values + run.place;
+    const uint8_t* scales = block + q.head_dim * kTokens;
+    prefetch(scales, run.ahead);
+    const F own[] = {brains(scales), brains(scales + 2 * kLanes)};
+    for (int64_t i = 0; i < q.count; i++) {
+      F weights[2];
+      for (int k = 0; k < 2; k++) {
+        const F share = load(q.scores + i * q.stride + run.from - q.begin + k * kLanes);
+        weights[k] = share == 0.0f ? F{} : share * own[k];  // a value that a query does not see may be no number
+      }
+      q.code_scales[i] = round_to_words(weights, q.codes + i);
+    }
+    each_group(q, [&]<int M>(int64_t first) { code_sums<M>(q, first, block, run.ahead); });
+  });
+}
+
+void attend(const Queries& q) { q.cells == Cells::halves ? attend_halves(q) : attend_codes(q); }

@@ -257,23 +257,43 @@ void add_gathers(Cases& cases) {
 
 // ---- Attention -----------------------------------------------------------------------------------------
 
-// Tokens of `head_dim` numbers in a form of keys (tiles of 16 tokens) or of values (`lanes` is 1).
-std::vector<uint8_t> cells_of(Cells cells, const std::vector<float>& values, int64_t head_dim, int64_t lanes) {
-  const int64_t row = cell_bytes(cells, head_dim), tokens = static_cast<int64_t>(values.size()) / head_dim;
+// Keys of `head_dim` numbers in a form.
+std::vector<uint8_t> keys_of(Cells cells, const std::vector<float>& numbers, int64_t head_dim) {
+  const int64_t row = key_bytes(cells, head_dim), tokens = static_cast<int64_t>(numbers.size()) / head_dim;
   std::vector<uint8_t> made(static_cast<size_t>(tokens * row));
   const auto put = [&](int64_t at, const auto& number) { std::memcpy(made.data() + at, &number, sizeof number); };
   for (int64_t token = 0; token < tokens; token++) {
-    const int64_t first = token / lanes * lanes * row, lane = token % lanes;
-    const float* x = values.data() + token * head_dim;
+    const int64_t first = token / kLanes * kLanes * row, lane = token % kLanes;
+    const float* x = numbers.data() + token * head_dim;
+    int8_t codes[kScaled];
     for (int64_t d = 0; d < head_dim; d++) {
       if (cells == Cells::halves) {
-        put(first + 2 * (d * lanes + lane), narrow(x[d]));
-      } else if (d % kScaled == 0) {
-        int8_t codes[kScaled];
-        put(first + head_dim * lanes + 2 * (d / kScaled * lanes + lane), round_to_bytes(x + d, kScaled, codes));
-        for (int64_t i = 0; i < kScaled; i++) put(first + (d + i) * lanes + lane, codes[i]);
+        put(first + 2 * (d * kLanes + lane), narrow(x[d]));
+        continue;
       }
+      if (d % kScaled == 0)
+        put(first + head_dim * kLanes + 2 * (d / kScaled * kLanes + lane), round_to_bytes(x + d, kScaled, codes));
+      put(first + d / 4 * kLine + 4 * lane + d % 4, codes[d % kScaled]);
     }
+  }
+  return made;
+}
+
+std::vector<uint8_t> values_of(Cells cells, const std::vector<float>& numbers, int64_t head_dim) {
+  const int64_t row = value_bytes(cells, head_dim), tokens = static_cast<int64_t>(numbers.size()) / head_dim;
+  std::vector<uint8_t> made(static_cast<size_t>(tokens * row));
+  const auto put = [&](int64_t at, const auto& number) { std::memcpy(made.data() + at, &number, sizeof number); };
+  std::vector<int8_t> codes(static_cast<size_t>(head_dim));
+  for (int64_t token = 0; token < tokens; token++) {
+    const int64_t first = token / kTokens * kTokens * row, place = token % kTokens;
+    const float* x = numbers.data() + token * head_dim;
+    if (cells == Cells::bytes) put(first + head_dim * kTokens + 2 * place, round_to_bytes(x, head_dim, codes.data()));
+    for (int64_t d = 0; d < head_dim; d++)
+      if (cells == Cells::halves)
+        put(token * row + 2 * d, narrow(x[d]));
+      else
+        put(first + d / kLanes * kLanes * kTokens + place / 4 * kLine + d % kLanes * 4 + place % 4,
+            codes[static_cast<size_t>(d)]);
   }
   return made;
 }
@@ -301,7 +321,7 @@ struct Attended {
 };
 
 void attend(const Kernels& kernels, Random& random, const Attended& a, Results& results) {
-  const int64_t tokens = a.past + a.rows, capacity = (tokens + kLanes - 1) / kLanes * kLanes;
+  const int64_t tokens = a.past + a.rows, capacity = (tokens + kTokens - 1) / kTokens * kTokens;
   const int64_t count = a.heads * a.rows;
   const std::vector<float> vectors = random.reals(count * a.head_dim), sinks = random.reals(count, 8.0f);
   std::vector<float> key_numbers = random.reals(capacity * a.head_dim, 4.0f);
@@ -311,10 +331,11 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     key_numbers[static_cast<size_t>(i)] = value_numbers[static_cast<size_t>(i)] = kNothing;
   // Two blocks lie one behind the other and the third is the next extent's first, the last three before the others; the
   // rest is of nobody, and another head lies in each extent.
-  const int64_t row = cell_bytes(a.cells, a.head_dim), step = kTokens * row, last = (tokens - 1) / kTokens;
+  const int64_t last = (tokens - 1) / kTokens;
   std::vector<int64_t> blocks;
   for (int64_t i = 0; i <= last; i++) blocks.push_back(16 * (last / 3 - i / 3) + 6 + i % 3);
-  const auto pool_of = [&](const std::vector<uint8_t>& numbers) {
+  const auto pool_of = [&](const std::vector<uint8_t>& numbers, const BlockTable& table) {
+    const int64_t step = kTokens * table.row;
     std::vector<uint8_t> pool(static_cast<size_t>(32 * (last / 3 + 1) * step), 0xff);  // float16: not numbers
     for (size_t i = 0; i < numbers.size(); i++) {
       const auto at = static_cast<int64_t>(i), block = blocks[static_cast<size_t>(at / step)];
@@ -322,8 +343,10 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     }
     return pool;
   };
-  const std::vector<uint8_t> keys = pool_of(cells_of(a.cells, key_numbers, a.head_dim, kLanes));
-  const std::vector<uint8_t> values = pool_of(cells_of(a.cells, value_numbers, a.head_dim, 1));
+  const BlockTable key_table = {blocks.data(), 2, key_bytes(a.cells, a.head_dim)};
+  const BlockTable value_table = {blocks.data(), 2, value_bytes(a.cells, a.head_dim)};
+  const std::vector<uint8_t> keys = pool_of(keys_of(a.cells, key_numbers, a.head_dim), key_table);
+  const std::vector<uint8_t> values = pool_of(values_of(a.cells, value_numbers, a.head_dim), value_table);
   std::vector<Span> spans;
   for (int64_t i = 0; i < count; i++) {
     const int64_t end = a.past + i / a.heads + 1;
@@ -337,15 +360,20 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     q.sinks = a.rows % 2 ? sinks.data() + first : nullptr;
     q.cap = a.heads == 3 ? 5.0f : 0.0f;
     q.vectors = y.data();
-    q.table = {blocks.data(), 2, row};
+    q.key_table = key_table;
+    q.value_table = value_table;
     q.cells = a.cells;
+    std::vector<WordCodes> codes(static_cast<size_t>(q.count * a.head_dim / kScaled));
+    std::vector<float> code_scales(codes.size());
+    q.codes = codes.data();
+    q.code_scales = code_scales.data();
     q.keys = a.value_dim < a.head_dim ? nullptr : keys.data();
     q.values = values.data();
     q.head_dim = a.head_dim;
     q.value_dim = a.value_dim;
-    q.begin = q.spans[0].first / kLanes * kLanes;
+    q.begin = q.spans[0].first / score_step(a.cells) * score_step(a.cells);
     q.end = spans[static_cast<size_t>(last - 1)].limit;
-    q.stride = score_stride(q.end - q.begin);
+    q.stride = score_stride(a.cells, q.end - q.begin);
     std::vector<float> scores(static_cast<size_t>(q.count * q.stride), kNothing);
     q.scores = scores.data();
     kernels.attend(q);

@@ -150,23 +150,27 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   Tables tables;
   for (int64_t i = 0; i < sequences; i++)
     tables.add(choices, i == 0 ? past : choices.below(static_cast<int>(past) + 1), rows, count);
-  const Shape cache = {count / 8, kv_heads, 256, halves ? head_dim : cell_bytes(kCells, head_dim)};
+  const auto cache = [&](int64_t bytes) { return Shape{count / 8, kv_heads, 256, halves ? bytes / 2 : bytes}; };
+  const Shape keys = cache(key_bytes(kCells, head_dim)), values = cache(value_bytes(kCells, head_dim));
   const bool row_tables = choices.below(4) == 0;
   const int64_t turns = row_tables ? sequences * rows : past + rows + choices.below(2);
   const Shape rotation = {choices.number(turns), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
   const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
-  const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, cache, cache,
+  const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, keys, values,
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {value_dim}, {value_dim},
                           {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences},
-                          {choices.number(sequences * (rows - injected))}};
+                          {choices.number(sequences * (rows - injected))}, {kv_heads * head_dim}};
   const uint8_t left_out = choices.byte();
   const bool ends = choices.below(4) == 0;  // of rows, which see those behind them
-  for (int i = 0; i < (ends ? 13 : injected > 0 ? 12 : 10); i++) {
-    const bool is_there = i < 5 ? !(latent && i == 2) : i == 12 || !(left_out >> (i - 5) & 1);
-    add(choices, node, shapes[i], is_there && (injected > 0 || i < 10 || i == 12));
-  }
+  const auto present = [&](int i) {
+    if (i < 5) return !(latent && i == 2);
+    if (i < 12) return !(left_out >> (i - 5) & 1) && (i < 10 || injected > 0);
+    return i == 12 ? ends : !halves;
+  };
+  const int last = !halves ? 14 : ends ? 13 : injected > 0 ? 12 : 10;
+  for (int i = 0; i < last; i++) add(choices, node, shapes[i], present(i));
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
   const std::vector<int64_t> counts(static_cast<size_t>(sequences), choices.number(injected));

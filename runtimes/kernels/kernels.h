@@ -61,15 +61,18 @@ struct Span {
 constexpr int64_t kTokens = 32;   // of a block
 constexpr int64_t kExtent = 256;  // tokens of eight blocks, whose keys of a head lie together, as do their values
 
-// The form of keys and values: float16, or whole numbers of 8 bits, where 32 channels of a token share a scale: a
-// bfloat16 behind the numbers (of 16 tokens at once where keys lie in tiles).
+// The form of keys and values: float16, or whole numbers of 8 bits with scales, which are bfloat16. Of keys 32 channels
+// of a token share a scale, of values all.
 enum class Cells { halves, bytes };
 
 constexpr int64_t kScaled = 32;  // channels
 
-// Bytes of the keys or values of a token's head.
-inline int64_t cell_bytes(Cells cells, int64_t head_dim) {
+// Bytes of a token's head.
+inline int64_t key_bytes(Cells cells, int64_t head_dim) {
   return cells == Cells::halves ? 2 * head_dim : head_dim + 2 * (head_dim / kScaled);
+}
+inline int64_t value_bytes(Cells cells, int64_t head_dim) {
+  return cells == Cells::halves ? 2 * head_dim : head_dim + 2;
 }
 
 // The blocks of a sequence in a pool (extents, heads, 256, a head's row). Mostly a block lies behind the one before.
@@ -90,25 +93,37 @@ struct Run {
   int64_t from, to, place, ahead;
 };
 
+// 32 numbers that are rounded to 16 bits, in the form in which a set of instructions multiplies them by 8 bits. The sum
+// of their products is a whole number, so the form may differ.
+constexpr float kMostWord = 32512;  // whose high and low 8 bits have signs
+struct WordCodes {
+  int32_t fours[kGroups][2];
+};
+
 // Queries of rows and heads that share keys and values.
 struct Queries {
   const Span* spans;    // (count): the tokens that each query sees
   int64_t count;
   const float* sinks;   // (count): scores that belong to no token, but have shares; null without
   float* vectors;       // (count, head_dim): rotated and scaled queries; then the sums of values by shares
-  BlockTable table;
+  BlockTable key_table, value_table;
   Cells cells;
-  const uint8_t* keys;    // of 16 tokens each: (head_dim, 16), then scales (head_dim / 32, 16); null if a token's key
-                          // is its value's row, all of it
-  const uint8_t* values;  // of each token: (head_dim), of which the first value_dim count; then scales (head_dim / 32)
+  // Float16: of 16 tokens each (head_dim, 16); null if a token's key is its value's row, all of it.
+  // 8 bits: of 16 tokens each (head_dim / 4, 16, 4), then scales (head_dim / 32, 16).
+  const uint8_t* keys;
+  // Float16: of each token (head_dim), of which the first value_dim count.
+  // 8 bits: of 32 tokens each (head_dim / 16, 8, 16, 4), where 4 are tokens and 16 are channels, then scales (32).
+  const uint8_t* values;
+  WordCodes* codes;     // (count, head_dim / 32): a place for rounded queries and shares; of 8 bits alone
+  float* code_scales;   // the same for their scales
   int64_t head_dim, value_dim;
-  int64_t begin, end;   // of the tokens that any query sees; `begin` is a multiple of 16
+  int64_t begin, end;   // of the tokens that any query sees; `begin` is a multiple of score_step
   float* scores;        // (count, stride)
   float cap;            // the soft bound of scores; 0 without
   int64_t stride;       // score_stride of their number
 
   // The first run of the tokens `from` to `to`.
-  Run run(int64_t from, int64_t to) const {
+  Run run(const BlockTable& table, int64_t from, int64_t to) const {
     const int64_t place = table.of(from);
     int64_t stop = (from / kTokens + 1) * kTokens;
     while (stop < to && table.of(stop) == place + (stop - from) * table.row) stop += kTokens;
@@ -117,9 +132,15 @@ struct Queries {
   }
 };
 
-// A multiple of 16, and an odd number of cache lines: rows at a distance of a power of two would share a few lines
-// of the nearest cache.
-inline int64_t score_stride(int64_t tokens) { return ((tokens + kLanes - 1) / kLanes | 1) * kLanes; }
+// Tokens whose scores are computed together.
+constexpr int64_t score_step(Cells cells) { return cells == Cells::halves ? kLanes : kTokens; }
+
+// An odd number of cache lines, for whole steps: rows at a distance of a power of two would share a few lines of the
+// nearest cache.
+inline int64_t score_stride(Cells cells, int64_t tokens) {
+  const int64_t step = score_step(cells);
+  return ((tokens + step - 1) / step * step / kLanes | 1) * kLanes;
+}
 
 // A row's change of the state of a value head: state = decay * state + key delta'.
 struct Update {

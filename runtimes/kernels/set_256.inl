@@ -28,6 +28,34 @@ inline F half(const uint8_t* p) {
   return __builtin_bit_cast(F, wide);
 }
 
+// Codes become words: the first and third of four channels, then the second and fourth.
+inline void pack_four(const int32_t* x, int32_t* four) {
+  four[0] = words(x[0], x[2]);
+  four[1] = words(x[1], x[3]);
+}
+
+inline __m256i added_words(__m256i sum, __m256i words, __m256i others);
+
+// Eight lanes at a time, so that the sums of all queries stay in registers.
+template <int M>
+inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_t step, I* sums) {
+  for (int half = 0; half < 2; half++) {
+    __m256i own[M] = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < kGroups; i++) {
+      const __m256i line = _mm256_loadu_si256((const __m256i*)(lines + i * kLine) + half);
+      const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(line, 8), 8), odd = _mm256_srai_epi16(line, 8);
+#pragma GCC unroll 8
+      for (int q = 0; q < M; q++) {
+        const int32_t* four = queries[q * step].fours[i];
+        own[q] = added_words(own[q], even, _mm256_set1_epi32(four[0]));
+        own[q] = added_words(own[q], odd, _mm256_set1_epi32(four[1]));
+      }
+    }
+    for (int q = 0; q < M; q++) _mm256_storeu_si256((__m256i*)(sums + q) + half, own[q]);
+  }
+}
+
 inline B look_up(const uint8_t* table, B places) {
   const __m256i two = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   Ints result = __builtin_bit_cast(Ints, places);

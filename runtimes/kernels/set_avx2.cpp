@@ -5,6 +5,10 @@
 
 constexpr int kRows = 6;
 
+inline __m256i added_words(__m256i sum, __m256i words, __m256i others) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(words, others));
+}
+
 template <class Format>
 inline I begin(const Activations& x, int half) {
   if constexpr (!kFits<Format> || Format::kZero == 0) return I{};

@@ -4,6 +4,10 @@
 
 constexpr int kRows = 5;
 
+inline __m256i added_words(__m256i sum, __m256i words, __m256i others) {
+  return _mm256_dpwssd_avx_epi32(sum, words, others);
+}
+
 inline I dot_bytes(I sums, B codes, I fours) {
   Ints z = __builtin_bit_cast(Ints, sums);
   const Ints x = __builtin_bit_cast(Ints, codes), y = __builtin_bit_cast(Ints, fours);

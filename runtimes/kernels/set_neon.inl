@@ -36,6 +36,35 @@ inline F half(const uint8_t* p) {
   return __builtin_bit_cast(F, wide);
 }
 
+// The high bytes of four numbers, then the low bytes: both are products of signed bytes.
+inline void pack_four(const int32_t* x, int32_t* four) {
+  int8_t high[4], low[4];
+  for (int i = 0; i < 4; i++) {
+    high[i] = static_cast<int8_t>((x[i] + 128) >> 8);
+    low[i] = static_cast<int8_t>(x[i] - 256 * high[i]);
+  }
+  __builtin_memcpy(four, high, sizeof high);
+  __builtin_memcpy(four + 1, low, sizeof low);
+}
+
+template <int M>
+inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_t step, I* sums) {
+  for (int q = 0; q < M; q++, queries += step) {
+    Ints high = {}, low = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < kGroups; i++) {
+      const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(queries->fours[i][0]));
+      const int8x16_t y = vreinterpretq_s8_s32(vdupq_n_s32(queries->fours[i][1]));
+      for (int k = 0; k < 4; k++) {
+        const int8x16_t code = vreinterpretq_s8_u8(vld1q_u8(lines + i * kLine + 16 * k));
+        high.v[k] = vdotq_s32(high.v[k], code, x);
+        low.v[k] = vdotq_s32(low.v[k], code, y);
+      }
+    }
+    sums[q] = __builtin_bit_cast(I, high) * 256 + __builtin_bit_cast(I, low);
+  }
+}
+
 inline int8x16_t four_times(const Activations& x, int group) {
   return vreinterpretq_s8_s32(vdupq_n_s32(four_of(x, group)));
 }

@@ -40,6 +40,24 @@ inline F half(const uint8_t* p) {
   return v;
 }
 
+inline void pack_four(const int32_t* x, int32_t* four) {
+  four[0] = words(x[0], x[2]);
+  four[1] = words(x[1], x[3]);
+}
+
+template <int M>
+inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_t step, I* sums) {
+  for (int q = 0; q < M; q++, queries += step) {
+    sums[q] = I{};
+    for (int i = 0; i < kGroups; i++)
+      for (int k = 0; k < 4; k++) {
+        const int32_t number = static_cast<int16_t>(static_cast<uint32_t>(queries->fours[i][k % 2]) >> (k / 2 * 16));
+        for (int l = 0; l < kLanes; l++)
+          sums[q][l] += static_cast<int8_t>(lines[i * kLine + 4 * l + k]) * number;
+      }
+  }
+}
+
 inline B look_up(const uint8_t* table, B places) {
   for (size_t i = 0; i < sizeof places; i++) places[i] = table[places[i]];
   return places;

@@ -25,6 +25,9 @@ inline int32_t four_of(const Activations& x, int group) {
 
 inline F fma(F a, F b, F c);
 
+// Two words, each of which has a sign.
+inline int32_t words(int32_t low, int32_t high) { return (low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16); }
+
 inline F weigh_in_floats(I sum, float scale) { return real(sum) * splat(scale); }
 inline F weigh_in_floats(I first, I last, const float* scales) {
   return fma(real(last), splat(scales[1]), weigh_in_floats(first, scales[0]));

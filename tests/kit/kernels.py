@@ -30,7 +30,7 @@ _HEADERS = Path(__file__).parents[2] / "runtimes" / "kernels"
 SHARE, STEPS = 16, 255 * 127  # inputs that share a scale of activations, steps of a row: layout.h
 _KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 _KINDS |= {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.float64): TensorProto.DOUBLE}
-_KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16}
+_KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16, np.dtype(np.int8): TensorProto.INT8}
 
 
 @lru_cache

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec.cli import app
 from edgespec_export.export import export_model
-from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.decoders.kept import bytes_per_token, in_bytes
+from edgespec_models.bundles.bundle import GRAPH, Bundle
+from edgespec_models.decoders.kept import bytes_per_token, in_bytes, keys_and_values
 from edgespec_models.decoders.record import record
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import open_cpu
@@ -25,7 +26,7 @@ from tests.kit.gguf_cases import gguf_of
 from tests.kit.native import tiny_native
 from tests.kit.states import check_rows, rows_in_one_pass
 from tests.kit.tokenizers import byte_level_json
-from tests.kit.toy import LLAMA, tiny_bundle
+from tests.kit.toy import LLAMA, QWEN, tiny_bundle
 
 KV = edgespec.LoadOptions(threads=1, parallel=2, kv="8bit")
 
@@ -88,12 +89,14 @@ def test_prompts_on_disk_are_kept_apart_from_those_in_16_bits(tmp_path: Path) ->
 
 
 def test_they_take_little_more_than_half(tmp_path: Path) -> None:
-    kept = record(LLAMA).kept_in("float16")
-    assert bytes_per_token(in_bytes(kept)) == bytes_per_token(kept) * 17 // 32
+    kept, taken = record(LLAMA).kept_in("float16"), 2 * 2 * (32 + 2 + 32 + 2)
+    wide = [tensor.shape for tensor in in_bytes(keys_and_values(0, 2, 128, "float16"))]
+    assert wide == [(2, 128 + 8), (2, 128 + 2)]
+    assert bytes_per_token(in_bytes(kept)) == taken
     target = tiny_native(tmp_path / "target", LLAMA).path
     planned = [edgespec.plan(target, "ngram", kv=kv).models[0].cache for kv in ("16bit", "8bit")]
     assert [cache.types for cache in planned] == ["float16", "int8"]
-    assert planned[1].bytes_per_token == planned[0].bytes_per_token * 17 // 32
+    assert planned[1].bytes_per_token == taken
     shown = CliRunner().invoke(app, ["plan", str(target), "--drafter", "none", "--kv", "8bit"])
     assert shown.exit_code == 0 and "int8" in shown.output
 
@@ -106,3 +109,20 @@ def test_who_cannot_keep_bytes_says_so(tmp_path: Path) -> None:
         edgespec.load(tiny_native(tmp_path / "narrow", narrow).path, None, options=KV)
     with pytest.raises(BundleError, match="does not run on edgespec's kernels"):
         edgespec.load(tiny_bundle(tmp_path / "portable").path, None, options=KV)
+
+
+def test_a_large_bias_of_keys_drowns_no_channel(tmp_path: Path) -> None:
+    """Attention learns of it from the graph."""
+    path = tiny_native(tmp_path / "bundle", QWEN).path
+
+    bias = np.zeros((4 + 2 * 2) * 32, np.float32)
+    bias[[4 * 32 + 9, 5 * 32 + 20]] = 100  # of the first head's keys, and of the second's
+    for tensor in onnx.load(path / GRAPH, load_external_data=False).graph.initializer:
+        if tensor.name.endswith("qkv.bias"):
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            with (path / place["location"]).open("r+b") as file:
+                file.seek(int(place["offset"]))
+                file.write(bias.tobytes())
+    text = np.random.default_rng(5).integers(0, 97, 90).tolist()
+    near, exact = (rows_in_one_pass(session, text) for session in (_opened(path), open_cpu(Bundle(path))))
+    assert np.sqrt(np.square(near - exact).mean()) / exact.std() < 0.15

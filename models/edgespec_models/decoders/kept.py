@@ -22,7 +22,7 @@ quantized activations uint8 and uint16."""
 LOGGED: Final = 16
 """Rows of a pass that a layer with a state can undo."""
 SCALED: Final = 32
-"""Channels of keys or values of 8 bits that share a scale of 2 bytes."""
+"""Channels of keys of 8 bits that share a scale of 2 bytes."""
 BLOCK: Final = 32
 """Tokens of a block."""
 EXTENT: Final = 8
@@ -102,7 +102,7 @@ def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple
 
 
 def in_bytes(kept: Iterable[KeptTensor]) -> tuple[KeptTensor, ...]:
-    """The same tensors with keys and values in 8 bits: a row has its numbers, and behind them its scales.
+    """The same tensors with keys and values in 8 bits: a row has its numbers and its scales, of 2 bytes.
 
     Raises:
         BundleError: a row is no multiple of the channels that share a scale, or attention is latent.
@@ -115,11 +115,16 @@ def in_bytes(kept: Iterable[KeptTensor]) -> tuple[KeptTensor, ...]:
                 f"8 bits rows have whole groups of {SCALED}, and are no latent keys; load it without kv"
             )
     return tuple(
-        replace(tensor, type="int8", shape=(tensor.shape[0], tensor.shape[1] + tensor.shape[1] // SCALED * 2))
+        replace(tensor, type="int8", shape=(tensor.shape[0], tensor.shape[1] + 2 * _scales(tensor)))
         if tensor.per == "token"
         else tensor
         for tensor in tensors
     )
+
+
+def _scales(tensor: KeptTensor) -> int:
+    """Scales of a head's row in 8 bits: values have one."""
+    return 1 if tensor.input.endswith(".value") else tensor.shape[1] // SCALED
 
 
 def latent_keys(layer: int, width: int) -> KeptTensor:
