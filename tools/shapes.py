@@ -107,11 +107,13 @@ def _experts(count: int, used: int, width: int, **more: Any) -> dict[str, Any]:
     return facts | more
 
 
-def _mamba(hidden: int, heads: int, state: int, attends: tuple[int, ...]) -> dict[str, Any]:
+def _mamba(
+    hidden: int, heads: int, attends: tuple[int, ...], layers: int = 40, kv_heads: int = 8
+) -> dict[str, Any]:
     """The keys of Granite 4 H: heads of 64 in layers of Mamba-2, and attention in few."""
     facts = {"group_count": 1, "time_step_rank": heads, "inner_size": 2 * hidden}
-    facts |= {"state_size": state, "conv_kernel": 4}
-    kv = {"attention.head_count_kv": [8 * (layer in attends) for layer in range(40)]}
+    facts |= {"state_size": 128, "conv_kernel": 4}
+    kv = {"attention.head_count_kv": [kv_heads * (layer in attends) for layer in range(layers)]}
     scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 1 / 64}
     return (
         {f"ssm.{key}": value for key, value in facts.items()}
@@ -182,7 +184,11 @@ SHAPES = {
         "gpt-oss", 6, 2880, 2880, 64, 8, 64, 201_088, 1.5e5, _OSS | {"attention.sliding_window": 128}
     ),
     "granite-4-h-micro": Shape(
-        "granitehybrid", 40, 2048, 8192, 32, 8, 64, 100_352, 1e4, _mamba(2048, 64, 128, (5, 15, 25, 35))
+        "granitehybrid", 40, 2048, 8192, 32, 8, 64, 100_352, 1e4, _mamba(2048, 64, (5, 15, 25, 35))
+    ),
+    "granite-4-h-tiny": Shape(
+        *("granitehybrid", 10, 1536, 512, 12, 4, 128, 100_352, 1e4),
+        _mamba(1536, 48, (5,), 10, 4) | _experts(64, 6, 512, expert_shared_feed_forward_length=1024),
     ),
     "nemotron-3-nano-4b": Shape(
         *("nemotron_h", len(_NEMOTRON_4B), 3136, 12_544, 40, 8, 128, 131_072, 1e4),
@@ -280,9 +286,10 @@ def _mixture(shape: Shape, dear: bool) -> Tensors:
         yield "attn_sinks", (shape.heads,), "F32"
     if shape.architecture in ("lfm2moe", "deepseek2"):
         yield "exp_probs_b.bias", (count,), "F32"
-    if shape.architecture == "deepseek2":
-        yield from ((f"ffn_{part}_shexp", (width, hidden), "Q4_K") for part in ("gate", "up"))
-        yield "ffn_down_shexp", (hidden, width), down
+    if shape.architecture in ("deepseek2", "granitehybrid"):
+        shared = shape.facts.get("expert_shared_feed_forward_length", width)
+        yield from ((f"ffn_{part}_shexp", (shared, hidden), "Q4_K") for part in ("gate", "up"))
+        yield "ffn_down_shexp", (hidden, shared), down
     if shape.architecture == "qwen35moe":
         shared = shape.facts["expert_shared_feed_forward_length"]
         yield "ffn_gate_inp_shexp", (hidden,), "F32"
