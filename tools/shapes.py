@@ -252,9 +252,10 @@ def tensors(shape: Shape) -> Tensors:
             rows = _nemotron_layer(shape, layer, "Q6_K" if dear else "Q4_K")
         elif shape.architecture == "gemma4":
             rows = _gemma4_layer(shape, layer, "Q6_K" if dear else "Q4_K")
-        if shape.architecture == "deepseek2":
+        elif shape.architecture == "deepseek2":
             rows = _latent_layer(shape, "Q6_K" if dear else "Q4_K")
-        if "expert_count" in facts and layer >= facts.get("leading_dense_block_count", 0):
+        has_own = shape.architecture.startswith("nemotron")  # experts in layers of their own
+        if "expert_count" in facts and layer >= facts.get("leading_dense_block_count", 0) and not has_own:
             dense = ("ffn_gate", "ffn_up", "ffn_down")
             rows = chain((row for row in rows if row[0] not in dense), _mixture(shape, dear))
         for name, size, form in rows:
