@@ -248,25 +248,24 @@ inline F brains(const uint8_t* p) {
   return __builtin_bit_cast(F, __builtin_convertvector(v, I) << 16);
 }
 
-// Rounds 32 numbers to whole multiples of a scale, which is returned. It is not a number if one of them is not finite.
-inline float round_to_words(const F (&x)[2], WordCodes* codes) {
+// Rounds 32 numbers to whole multiples of a scale, which is returned. It is not finite if one of them is not.
+inline float round_to_words(F first, F last, WordCodes* y) {
   const F magic = splat(12582912.0f);  // adding it rounds to a whole number
-  F most = {}, strange = {};
-  for (const F& v : x) {
-    strange = strange + (v - v);
-    most = magnitudes(v) > most ? magnitudes(v) : most;
-  }
-  float lanes[kLanes];
-  store(lanes, strange);
-  const float largest = largest_lane(most) + add_lanes(lanes);
-  const float per_unit = largest > 1e-30f && largest <= 3.4028235e38f ? kMostWord / largest : 0.0f;  // finite
-  int32_t numbers[2 * kLanes];
-  for (int i = 0; i < 2; i++) {
-    const F v = per_unit > 0.0f ? x[i] : F{};
-    const I whole = __builtin_convertvector(fma(v, splat(per_unit), magic) - magic, I);
-    __builtin_memcpy(numbers + i * kLanes, &whole, sizeof whole);
-  }
-  for (int i = 0; i < kGroups; i++) pack_four(numbers + 4 * i, codes->fours[i]);
+  // As whole numbers magnitudes have the same order, above which those lie that are no numbers.
+  const I one = __builtin_bit_cast(I, first) & 0x7fffffff, other = __builtin_bit_cast(I, last) & 0x7fffffff;
+  const I sizes = one > other ? one : other;
+  int32_t lanes[kLanes];
+  __builtin_memcpy(lanes, &sizes, sizeof lanes);
+  for (int step = kLanes / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; i++) lanes[i] = lanes[i] > lanes[i + step] ? lanes[i] : lanes[i + step];
+  float largest;
+  __builtin_memcpy(&largest, lanes, sizeof largest);
+  const bool usable = largest > 1e-30f && largest <= 3.4028235e38f;
+  const F per_unit = splat(usable ? kMostWord / largest : 0.0f);
+  const auto whole = [&](F x) {
+    return __builtin_convertvector(fma(usable ? x : F{}, per_unit, magic) - magic, I);
+  };
+  pack(whole(first), whole(last), y);
   return largest / kMostWord;
 }
 
@@ -316,7 +315,7 @@ void attend_codes(const Queries& q) {
   const int64_t parts = q.head_dim / kScaled, last = (q.end + kTokens - 1) / kTokens * kTokens;
   for (int64_t i = 0; i < q.count * parts; i++) {
     const float* x = q.vectors + i * kScaled;
-    q.code_scales[i] = round_to_words({load(x), load(x + kLanes)}, q.codes + i);
+    q.code_scales[i] = round_to_words(load(x), load(x + kLanes), q.codes + i);
   }
   each_run(q, q.key_table, q.begin, last, kTokens, [&](const Run& run) {
     each_group(q, [&]<int M>(int64_t first) { code_scores<M>(q, first, run); });
@@ -328,12 +327,12 @@ void attend_codes(const Queries& q) {
     prefetch(scales, run.ahead);
     const F own[] = {brains(scales), brains(scales + 2 * kLanes)};
     for (int64_t i = 0; i < q.count; i++) {
-      F weights[2];
-      for (int k = 0; k < 2; k++) {
-        const F share = load(q.scores + i * q.stride + run.from - q.begin + k * kLanes);
-        weights[k] = share == 0.0f ? F{} : share * own[k];  // a value that a query does not see may be no number
-      }
-      q.code_scales[i] = round_to_words(weights, q.codes + i);
+      const float* shares = q.scores + i * q.stride + run.from - q.begin;
+      const auto weights = [&](int k) {
+        const F share = load(shares + k * kLanes);
+        return share == 0.0f ? F{} : share * own[k];  // a value that a query does not see may be no number
+      };
+      q.code_scales[i] = round_to_words(weights(0), weights(1), q.codes + i);
     }
     each_group(q, [&]<int M>(int64_t first) { code_sums<M>(q, first, block, run.ahead); });
   });

@@ -6,7 +6,7 @@
 //     fma(a, b, c)             a * b + c, rounded once
 //     half(pointer)            16 float16 as F
 //     look_up(table, places)   for each byte, which is below 16, the byte there of 16
-//     pack_four(x, four)       four numbers of 16 bits in the set's form
+//     pack(first, last, y)     32 numbers of 16 bits in the set's form
 //     code_products<M>(lines, queries, step, sums)   sums of 32 products of 8 bits and 16, for 16 lanes, whose bytes lie
 //                              in 8 lines; the codes of a query are `step` behind those of the one before
 //

@@ -28,11 +28,7 @@ inline F half(const uint8_t* p) {
   return __builtin_bit_cast(F, wide);
 }
 
-// Codes become words: the first and third of four channels, then the second and fourth.
-inline void pack_four(const int32_t* x, int32_t* four) {
-  four[0] = words(x[0], x[2]);
-  four[1] = words(x[1], x[3]);
-}
+inline void pack(I first, I last, WordCodes* y) { pack_words(first, last, y); }
 
 inline __m256i added_words(__m256i sum, __m256i words, __m256i others);
 

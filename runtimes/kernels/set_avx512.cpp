@@ -30,26 +30,28 @@ inline I both_words(I a, I b) {
   return (I)_mm512_mask_mov_epi16((__m512i)a, 0xaaaaaaaau, (__m512i)(b << 16));
 }
 
-// Codes become words: the first and third of four channels, then the second and fourth.
-inline void pack_four(const int32_t* x, int32_t* four) {
-  four[0] = words(x[0], x[2]);
-  four[1] = words(x[1], x[3]);
+inline void pack(I first, I last, WordCodes* y) { pack_words(first, last, y); }
+
+// An instruction by name, because compilers would make a product and an addition of it: less latency, half the speed.
+inline void add_words(__m512i& sum, __m512i words, const int32_t& pair) {
+  __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(words), "m"(pair));
 }
 
 template <int M>
 inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_t step, I* sums) {
-  I own[M] = {};
+  __m512i own[M] = {};
 #pragma GCC unroll 8
   for (int i = 0; i < kGroups; i++) {
     const __m512i line = _mm512_loadu_si512(lines + i * kLine);
-    const I even = (I)_mm512_srai_epi16(_mm512_slli_epi16(line, 8), 8), odd = (I)_mm512_srai_epi16(line, 8);
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(line, 8), 8), odd = _mm512_srai_epi16(line, 8);
 #pragma GCC unroll 16
     for (int q = 0; q < M; q++) {
       const int32_t* four = queries[q * step].fours[i];
-      own[q] = dot_words(dot_words(own[q], even, all(four[0])), odd, all(four[1]));
+      add_words(own[q], even, four[0]);
+      add_words(own[q], odd, four[1]);
     }
   }
-  for (int q = 0; q < M; q++) sums[q] = own[q];
+  for (int q = 0; q < M; q++) sums[q] = (I)own[q];
 }
 
 #include "vnni.inl"

@@ -36,15 +36,20 @@ inline F half(const uint8_t* p) {
   return __builtin_bit_cast(F, wide);
 }
 
-// The high bytes of four numbers, then the low bytes: both are products of signed bytes.
-inline void pack_four(const int32_t* x, int32_t* four) {
-  int8_t high[4], low[4];
-  for (int i = 0; i < 4; i++) {
-    high[i] = static_cast<int8_t>((x[i] + 128) >> 8);
-    low[i] = static_cast<int8_t>(x[i] - 256 * high[i]);
+// The high bytes of each four numbers, then the low bytes: both are products of signed bytes.
+inline void pack(I first, I last, WordCodes* y) {
+  typedef int8_t Codes __attribute__((vector_size(kLanes)));
+  typedef int32_t Fours __attribute__((vector_size(kLanes)));
+  int32_t* to = y->fours[0];
+  for (const I& x : {first, last}) {
+    const I above = (x + 128) >> 8;
+    const Fours high = __builtin_bit_cast(Fours, __builtin_convertvector(above, Codes));
+    const Fours low = __builtin_bit_cast(Fours, __builtin_convertvector(x - above * 256, Codes));
+    for (int i = 0; i < 4; i++, to += 2) {
+      to[0] = high[i];
+      to[1] = low[i];
+    }
   }
-  __builtin_memcpy(four, high, sizeof high);
-  __builtin_memcpy(four + 1, low, sizeof low);
 }
 
 template <int M>

@@ -40,10 +40,7 @@ inline F half(const uint8_t* p) {
   return v;
 }
 
-inline void pack_four(const int32_t* x, int32_t* four) {
-  four[0] = words(x[0], x[2]);
-  four[1] = words(x[1], x[3]);
-}
+inline void pack(I first, I last, WordCodes* y) { pack_words(first, last, y); }
 
 template <int M>
 inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_t step, I* sums) {

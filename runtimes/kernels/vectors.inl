@@ -25,8 +25,14 @@ inline int32_t four_of(const Activations& x, int group) {
 
 inline F fma(F a, F b, F c);
 
-// Two words, each of which has a sign.
-inline int32_t words(int32_t low, int32_t high) { return (low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16); }
+// Of each four of 32 numbers the first and third as words, then the second and fourth.
+inline void pack_words(I first, I last, WordCodes* y) {
+  const auto pairs = [](I x) {
+    return (x & 0xffff) | __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13) << 16;
+  };
+  const I both = __builtin_shufflevector(pairs(first), pairs(last), 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29);
+  __builtin_memcpy(y, &both, sizeof both);
+}
 
 inline F weigh_in_floats(I sum, float scale) { return real(sum) * splat(scale); }
 inline F weigh_in_floats(I first, I last, const float* scales) {
