@@ -15,8 +15,10 @@
 namespace {
 
 using namespace stand_in;
+using edgespec::Cells;
 using edgespec::kFormatCount;
 using edgespec::kFormats;
+using edgespec::kScaled;
 using edgespec::ort::kFloat;
 using edgespec::ort::kFloat16;
 using edgespec::ort::kInt64;
