@@ -340,22 +340,23 @@ def _over_bytes(model: bytes, kept: Sequence[KeptTensor]) -> bytes:
             value.type.tensor_type.shape.dim[-1].dim_value = widths[value.name]
     graph = proto.graph
     makers = {name: node for node in graph.node for name in node.output}
-    widths = {tensor.name: tensor.dims[0] for tensor in graph.initializer}
+    lengths = {tensor.name: tensor.dims[0] for tensor in graph.initializer}
     for node in [node for node in graph.node if node.op_type == "Attention"]:
         node.op_type = "Attention8"
         owner = makers.get(node.input[_PAST_KEY], node)  # several layers may read the keys of one
         product = makers[owner.input[0]]
         if product.op_type == "Concat":  # of queries, keys and values
             product = makers[product.input[1]]
-        sizes = product.input[2] or product.input[3]  # a bias, or a gain behind the product
+        # A bias, or a gain behind the product.
+        sizes = product.op_type == "Linear" and (product.input[2] or product.input[3])
         node.input.extend([""] * (_KEY_SIZES + 1 - len(node.input)))
         node.input[_KEY_GAIN] = owner.input[_KEY_GAIN]
         if not sizes:
             continue
         facts = {attribute.name: attribute.i for attribute in owner.attribute}
         keys, queries = (facts[count] * facts["head_dim"] for count in ("kv_heads", "heads"))
-        gated = widths[sizes] == 2 * (queries + keys)
-        first = 0 if widths[sizes] == keys else queries * (1 + gated)
+        gated = lengths[sizes] == 2 * (queries + keys)
+        first = 0 if lengths[sizes] == keys else queries * (1 + gated)
         node.input[_KEY_SIZES] = f"{node.output[0]}.key_sizes"
         places = [f"{node.input[_KEY_SIZES]}.{name}" for name in ("first", "end")]
         for name, place in zip(places, (first, first + keys), strict=True):

@@ -95,8 +95,9 @@ class AttentionOver {
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kInputs["query_gain"], value_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kInputs["key_gain"], value_dim_, "a gain is not as wide as a head");
-    const std::vector<float> factors = key_factors(s, pass.vector(kInputs["key_sizes"], kv_heads_ * head_dim_,
-                                                                  "sizes of keys are not as many as their channels"));
+    const float* const sizes = pass.vector(kInputs["key_sizes"], kv_heads_ * head_dim_,
+                                           "sizes of keys are not as many as their channels");
+    const std::vector<float> factors = key_factors(s, sizes);
     s.factors = factors.data();
     s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
@@ -278,7 +279,8 @@ class AttentionOver {
   void append(const State& s, const Rows& rows, int64_t head, const float* from, int64_t width,
               int64_t value_step) const {
     const Buffer<float> channels(head_dim_);
-    const BlockTable key_table = {rows.blocks, kv_heads_, key_row()}, value_table = {rows.blocks, kv_heads_, value_row()};
+    const BlockTable key_table = {rows.blocks, kv_heads_, key_row()};
+    const BlockTable value_table = {rows.blocks, kv_heads_, value_row()};
     uint8_t* const keys = s.keys + head * kExtent * key_row();
     uint8_t* const values = s.values + head * kExtent * value_row();
     for (int64_t r = 0; r < rows.count; r++) {

@@ -59,7 +59,7 @@ constexpr int64_t kExtent = 256;  // tokens of eight blocks, whose keys of a hea
 // of a token share a scale, of values all.
 enum class Cells { halves, bytes };
 
-constexpr int64_t kScaled = 32;  // channels
+constexpr int64_t kScaled = 32;  // channels of a key that share a scale
 
 // Bytes of a token's head.
 inline int64_t key_bytes(Cells cells, int64_t head_dim) {
