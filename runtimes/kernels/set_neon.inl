@@ -40,14 +40,13 @@ inline F half(const uint8_t* p) {
 inline void pack(I first, I last, WordCodes* y) {
   typedef int8_t Codes __attribute__((vector_size(kLanes)));
   typedef int32_t Fours __attribute__((vector_size(kLanes)));
-  int32_t* to = y->fours[0];
-  for (const I& x : {first, last}) {
-    const I above = (x + 128) >> 8;
+  for (int half = 0; half < 2; half++) {
+    const I x = half == 0 ? first : last, above = (x + 128) >> 8;
     const Fours high = __builtin_bit_cast(Fours, __builtin_convertvector(above, Codes));
     const Fours low = __builtin_bit_cast(Fours, __builtin_convertvector(x - above * 256, Codes));
-    for (int i = 0; i < 4; i++, to += 2) {
-      to[0] = high[i];
-      to[1] = low[i];
+    for (int i = 0; i < 4; i++) {
+      y->fours[4 * half + i][0] = high[i];
+      y->fours[4 * half + i][1] = low[i];
     }
   }
 }
