@@ -112,6 +112,7 @@ class Pictures:
                 begin, before = begin + start - before + max(grid), end
             self._known.append((name.hexdigest(), budget, row))
         self._positions = np.concatenate([*parts, _of_text(begin, len(self.tokens) - end)])
+        self._next = begin + len(self.tokens) - end  # position behind the prompt
 
     def end(self, start: int, end: int) -> int:
         """Where a pass over the rows from ``start`` ends that has room up to ``end``.
@@ -132,7 +133,7 @@ class Pictures:
         if not self._has_axes:
             return None
         known = len(self._positions)
-        behind = _of_text(int(self._positions.max()) + 1 + max(start - known, 0), end - max(start, known))
+        behind = _of_text(self._next + max(start - known, 0), end - max(start, known))
         return np.concatenate([self._positions[start:end], behind])
 
     def of_head(self, rows: Rows, start: int) -> Rows:

@@ -113,7 +113,7 @@ class Lfm2Tower(Tower):
         area, width = 3 * self.patch**2, self.hidden_size
         values = b.input("patches", [1, "n", area])
         places = b.input("places", ["n", self.positions**2])
-        x = self._product(b, values, f"{_TOWER}embeddings.patch_embedding", width, area)
+        x = b.linear(values, f"{_TOWER}embeddings.patch_embedding.weight", width, area, bias=True)
         table = b.parameter(f"{_TOWER}embeddings.position_embedding.weight", self.positions**2, width)
         x = b.op("Add", x, b.op("MatMul", places, table))
         for index in range(self.num_layers):
@@ -123,23 +123,22 @@ class Lfm2Tower(Tower):
         x = b.reshape(x, 1, -1, merged)
         if self.normed:
             x = b.layer_norm(x, merged, f"{_OUT}layer_norm", epsilon=1e-5)
-        x = b.op("Gelu", self._product(b, x, f"{_OUT}linear_1", self.projected, merged))
-        return self._product(b, x, f"{_OUT}linear_2", self.width, self.projected)
+        x = b.op("Gelu", b.linear(x, f"{_OUT}linear_1.weight", self.projected, merged, bias=True))
+        return b.linear(x, f"{_OUT}linear_2.weight", self.width, self.projected, bias=True)
 
     def _layer(self, b: Operations, prefix: str, x: Any) -> Any:
         width = self.hidden_size
-        y = b.layer_norm(x, width, f"{prefix}layer_norm1", epsilon=self.epsilon)
-        qkv = [self._product(b, y, f"{prefix}self_attn.{kind}_proj", width, width) for kind in "qkv"]
-        y = b.op("MultiHeadAttention", *qkv, num_heads=self.heads, domain="com.microsoft")
-        x = b.op("Add", x, self._product(b, y, f"{prefix}self_attn.out_proj", width, width))
-        y = b.layer_norm(x, width, f"{prefix}layer_norm2", epsilon=self.epsilon)
-        y = self._product(b, y, f"{prefix}mlp.fc1", self.mlp_width, width)
-        y = self._product(b, b.op("Gelu", y, approximate="tanh"), f"{prefix}mlp.fc2", width, self.mlp_width)
-        return b.op("Add", x, y)
 
-    def _product(self, b: Operations, x: Any, name: str, rows: int, columns: int) -> Any:
-        y = b.linear(x, f"{name}.weight", rows, columns)
-        return b.op("Add", y, b.parameter(f"{name}.bias", rows))
+        def product(x: Any, name: str, rows: int, columns: int) -> Any:
+            return b.linear(x, f"{prefix}{name}.weight", rows, columns, bias=True)
+
+        y = b.layer_norm(x, width, f"{prefix}layer_norm1", epsilon=self.epsilon)
+        qkv = [product(y, f"self_attn.{kind}_proj", width, width) for kind in "qkv"]
+        y = b.op("MultiHeadAttention", *qkv, num_heads=self.heads, domain="com.microsoft")
+        x = b.op("Add", x, product(y, "self_attn.out_proj", width, width))
+        y = b.layer_norm(x, width, f"{prefix}layer_norm2", epsilon=self.epsilon)
+        y = b.op("Gelu", product(y, "mlp.fc1", self.mlp_width, width), approximate="tanh")
+        return b.op("Add", x, product(y, "mlp.fc2", width, self.mlp_width))
 
 
 def _layout(shape: Sequence[int], most: int, side: int) -> tuple[int, int]:
