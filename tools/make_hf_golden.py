@@ -41,7 +41,7 @@ from tests.kit.hf import (
     weights,
     write_checkpoint,
     write_directory,
-    write_with_eyes,
+    write_with_tower,
 )
 from tests.kit.tokenizers import byte_level_json
 
@@ -94,7 +94,7 @@ def as_published(folder: Path, config: dict[str, Any]) -> Path:
     elif kind == "muse_glimmer_text":
         small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
         outer = {"model_type": "muse_glimmer", "text_config": config, "vision_config": small}
-        return write_with_eyes(folder, config, outer, ())
+        return write_with_tower(folder, config, outer, ())
     return write_checkpoint(folder, config)
 
 

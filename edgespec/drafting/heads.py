@@ -134,17 +134,19 @@ class Unread:
         self.held, self.count = self.held + self.count, 0
 
 
-Seen = Callable[[Rows, int], Rows]
+AddPictures = Callable[[Rows, int], Rows]
 """From rows of a head, and the place of the first in the text, to the rows with pictures among them."""
 
 
 class HeadReader(_StateReader):
-    """Reads a text with a head's session; the prompt has ``length`` tokens, and ``seen`` for pictures."""
+    """Reads a text with a head's session; the prompt has ``length`` tokens, to which pictures are added."""
 
-    def __init__(self, session: Session, curve: CostCurve, length: int, seen: Seen | None = None) -> None:
+    def __init__(
+        self, session: Session, curve: CostCurve, length: int, add_pictures: AddPictures | None = None
+    ) -> None:
         super().__init__(session, curve)
         self._unread, self._begin = Unread(session, length), 0  # the text's token that the cache begins with
-        self._seen = seen if session.model.reads_vectors else None
+        self._add_pictures = add_pictures if session.model.reads_vectors else None
 
     def add_features(self, features: Floats, committed: int) -> None:
         self._unread.add(features, committed)
@@ -172,5 +174,5 @@ class HeadReader(_StateReader):
 
     def _ask(self, held: int, rows: Rows) -> Rows:
         self._session.rewind(held)  # which has keys and values alone, and goes back anywhere
-        self._asked = rows if self._seen is None else self._seen(rows, self._begin + held)
+        self._asked = rows if self._add_pictures is None else self._add_pictures(rows, self._begin + held)
         return self._asked

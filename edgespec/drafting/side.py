@@ -17,7 +17,7 @@ from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:
-    from edgespec.drafting.heads import Seen
+    from edgespec.drafting.heads import AddPictures
 
 _READING = 1.0  # times a token of plain decoding that reading a prompt may take
 _LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
@@ -59,20 +59,20 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         token_s: float,
-        seen: "Seen | None" = None,
+        add_pictures: "AddPictures | None" = None,
     ) -> Source | None:
         """The source of a new request; None if its answer cannot be long enough.
 
         ``prompt`` is ``tokens`` as the drafter reads them. It reads with the first of ``sessions``; the other
         sessions belong to running requests. ``target`` is the target's; ``target_end`` is its token to
         propose where the drafter ends the text. Plain decoding takes ``token_s`` seconds a token. With
-        ``seen`` a head sees the pictures of the prompt.
+        ``add_pictures`` a head sees the pictures of the prompt.
         """
         session, others = sessions
         if self.bundle.config.is_head:
             self._offer(session, others, tokens)
             room = max_new_tokens + 4 * max_draft
-            return self._head(session, target, len(tokens), room, seen)
+            return self._head(session, target, len(tokens), room, add_pictures)
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
         held = session.shared_prefix(prompt)
         # Of a long prompt it reads the end, besides what its cache holds and the first tokens, on which
@@ -102,7 +102,9 @@ class DrafterSide:
         self._followers.forget()
         self._words.clear()
 
-    def _head(self, session: Session, target: Session, length: int, room: int, seen: "Seen | None") -> Source:
+    def _head(
+        self, session: Session, target: Session, length: int, room: int, add_pictures: "AddPictures | None"
+    ) -> Source:
         """The source that drafts with a head behind a prompt of ``length`` tokens.
 
         ``room`` is the number of tokens that the request may add.
@@ -121,7 +123,7 @@ class DrafterSide:
 
                 self._rates = self._rates or usual_rates(block.longest)
                 return BlockDrafter(session, self.curve, length, calibration=calibration, rates=self._rates)
-            reader = HeadReader(session, self.curve, length, seen)
+            reader = HeadReader(session, self.curve, length, add_pictures)
         bridge = IdentityBridge(config.vocab_size)
         return ModelDrafter(reader, bridge, calibration=calibration)
 

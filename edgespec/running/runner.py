@@ -415,7 +415,7 @@ class Runner:
                 max_draft=self.options.max_draft,
                 target_end=eos[0] if eos else None,
                 token_s=prices.token_s,
-                seen=None if prompt.pictures is None else prompt.pictures.of_head,
+                add_pictures=None if prompt.pictures is None else prompt.pictures.of_head,
             )
         except Exception as error:  # noqa: BLE001 - mostly for lack of memory; the target goes on alone
             remarks.note_failure(error)

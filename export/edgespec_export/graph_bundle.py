@@ -178,7 +178,7 @@ def _plan(
     if checkpoint.tower is None or not (options.role == "target" or checkpoint.config.is_head):
         return plan
     if not options.native:
-        checkpoint.warn_of_blindness()
+        checkpoint.warn_of_left_out_tower()
         return plan
     tower = checkpoint.tower[0]
     return replace(plan, pictures=True, axes=tower.axes, whole_pictures=tower.whole)

@@ -43,7 +43,7 @@ from tests.kit.hf import (
     shapes,
     weights,
     write_checkpoint,
-    write_with_eyes,
+    write_with_tower,
 )
 from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import RandomDrafter, Silent, decode
@@ -227,7 +227,7 @@ def test_the_text_model_of_one_with_eyes(
     stated = {key: value for key, value in alone.items() if key not in ("tie_word_embeddings", "vocab_size")}
     outer = {"model_type": "gemma3", "text_config": stated, "vision_config": {}, "vocab_size": VOCAB}
     eyes = "vision_tower.x", "model.multi_modal_projector.y"
-    folder = write_with_eyes(tmp_path / "eyes", alone, outer, eyes, prefix)
+    folder = write_with_tower(tmp_path / "eyes", alone, outer, eyes, prefix)
     with (
         HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
         HFCheckpoint(folder) as opened,
@@ -243,7 +243,7 @@ def test_a_text_models_facts_over_names_of_one_with_eyes(
     tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone = config_of(case)
-    folder = write_with_eyes(tmp_path / "eyes", alone, alone, ("model.visual.x",))
+    folder = write_with_tower(tmp_path / "eyes", alone, alone, ("model.visual.x",))
     with (
         HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
         HFCheckpoint(folder) as opened,

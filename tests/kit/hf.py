@@ -731,7 +731,7 @@ def _bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
     return values.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?", "U8": "u1"}[dtype]).tobytes()
 
 
-def write_with_eyes(
+def write_with_tower(
     folder: Path,
     text: Mapping[str, Any],
     outer: Mapping[str, Any],

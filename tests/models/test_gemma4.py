@@ -40,7 +40,7 @@ from tests.kit.hf import (
     weights,
     write_checkpoint,
     write_safetensors,
-    write_with_eyes,
+    write_with_tower,
 )
 from tests.kit.states import check_rows
 from tests.kit.tokenizers import byte_level_json
@@ -68,7 +68,7 @@ def test_what_sees_and_hears_is_left_out_and_keys_that_nothing_reads(tmp_path: P
     unread |= {"model.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight", "model.embed_audio.weight"}
     with (
         HFCheckpoint(write_checkpoint(tmp_path / "alone", text)) as expected,
-        HFCheckpoint(write_with_eyes(tmp_path / "whole", text, outer, unread)) as opened,
+        HFCheckpoint(write_with_tower(tmp_path / "whole", text, outer, unread)) as opened,
     ):
         assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
 

@@ -26,7 +26,7 @@ from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session
 from tests.kit.gguf import F32
 from tests.kit.gguf_cases import gguf_of
-from tests.kit.hf import VOCAB, config_of, write_checkpoint, write_with_eyes
+from tests.kit.hf import VOCAB, config_of, write_checkpoint, write_with_tower
 from tests.kit.models import runner_of
 from tests.kit.states import check_rows
 
@@ -60,7 +60,7 @@ def test_vision_and_the_mtp_layer_of_a_directory_are_left_out(
     left_out = "model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"
     with (
         HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
-        HFCheckpoint(write_with_eyes(tmp_path / "whole", alone, outer, left_out)) as opened,
+        HFCheckpoint(write_with_tower(tmp_path / "whole", alone, outer, left_out)) as opened,
     ):
         assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
         assert opened.changes == {"left_out": "mtp"} and not expected.changes

@@ -39,7 +39,7 @@ def build_for_device(
     """Build a bundle for ``options.device`` in ``folder``. Raises as ``export_model`` does."""
     assert options.device is not None and options.device != "cuda"
     with open_checkpoint(source, adapters=options.adapters) as checkpoint:
-        checkpoint.warn_of_blindness()
+        checkpoint.warn_of_left_out_tower()
         checkpoint.shorten_context()
         config = checkpoint.config
         graphs = planned(options.device, buckets_for(config.context_length, options.buckets))

@@ -111,7 +111,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """The kernels' format that a tensor in floats needs; None for any."""
         return None
 
-    def warn_of_blindness(self) -> None:
+    def warn_of_left_out_tower(self) -> None:
         """Warn that an export for other operators than edgespec's has no tower."""
         if self.tower is not None:
             _LOG.warning(

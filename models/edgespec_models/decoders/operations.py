@@ -324,7 +324,7 @@ class Backend:
         """The stream behind a layer that the stream ``x`` enters; a backend may compute it again later."""
         return layer(x)
 
-    def again(self, index: int) -> None:
+    def reuse_layer(self, index: int) -> None:
         """Name the tensors of layer ``index`` within another layer, which computes the same."""
         self.prefix = f"layers.{index}."
 

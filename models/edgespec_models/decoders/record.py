@@ -192,8 +192,8 @@ class _Recording(Backend):
         with super().layer(index, x) as stream:
             yield stream
 
-    def again(self, index: int) -> None:
-        super().again(index)
+    def reuse_layer(self, index: int) -> None:
+        super().reuse_layer(index)
         self.stored = max(self.stored, index + 1)
         runs = (self.index + 1) / self.stored
         self.record.shares.update(attention=runs, mlp=runs)

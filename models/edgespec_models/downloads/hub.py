@@ -200,10 +200,10 @@ class _Listing:
 
     def tower_beside(self, name: str) -> tuple[str, ...]:
         """The file of the tower for the GGUF file ``name``; none without, or if edgespec runs no such."""
-        from edgespec_models.families import sees_in_gguf
+        from edgespec_models.families import has_tower_in_gguf
 
         folder, _, file = name.rpartition("/")
-        if not sees_in_gguf(self.architecture):
+        if not has_tower_in_gguf(self.architecture):
             return ()
 
         def rank(tower: str) -> tuple[int, int, str]:

@@ -147,7 +147,7 @@ def tower_of(facts: Facts, ids: Callable[[], Mapping[str, int]]) -> Tower | None
     return next((family.read(facts, ids()) for family in TOWERS if kind in family.hub), None)
 
 
-def sees_in_gguf(architecture: object) -> bool:
+def has_tower_in_gguf(architecture: object) -> bool:
     """Whether models that GGUF files call ``architecture`` may have a tower that edgespec runs."""
     return any(architecture in family.models for family in TOWERS)
 

@@ -28,7 +28,7 @@ class Nanbeige(Transformer):
         return x
 
     def layer(self, b: Backend, index: int, x: Any) -> Any:
-        b.again(index % self.stored_layers)
+        b.reuse_layer(index % self.stored_layers)
         return super().layer(b, index, x)
 
 
