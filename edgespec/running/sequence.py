@@ -105,8 +105,8 @@ class Sequence:
         Raises:
             DeviceError: there is none. The caches of all sessions may be empty then, and are read again.
         """
-        start, rows = self.session.length, min(1 + self.unread, self.session.model.piece)
-        end = start + max(1 + self._max_draft, rows)
+        start, most = self.session.length, max(1 + self._max_draft, self.session.model.piece)
+        end = start + min(self.unread + 1 + self._max_draft, most)
         if self._pictures is not None:
             end = max(end, self._pictures.end(start, end))
         self.session.prepare(min(end, self._end))

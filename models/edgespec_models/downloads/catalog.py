@@ -153,8 +153,8 @@ class HubName:
     """A model of the hub with a name: it was not measured here, and the hub gives its digest.
 
     ``size_bytes`` is rounded. ``drafts``: whether it drafts for larger models of its architecture and
-    vocabulary. ``mtp``: whether its file has an MTP layer. ``mmproj_bytes`` are those of the tower's file that
-    comes with it, ``tower_bytes`` those of the tower in 8 bits; 0 without. ``config`` is as in
+    vocabulary. ``mtp``: whether its file has an MTP layer. ``mmproj_bytes``: of the tower's file that comes
+    with it, ``tower_bytes``: of the tower in 8 bits; 0 without one. ``config`` is as in
     :class:`CatalogueEntry`, but without ``vocab_size``.
     """
 
