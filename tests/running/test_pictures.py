@@ -20,6 +20,7 @@ from PIL import Image
 from edgespec.asking.images import Image as Picture
 from edgespec.asking.images import read_image
 from edgespec.asking.pictures import Pictures
+from edgespec.decoding.sampling import log_probabilities
 from edgespec.engine import LoadOptions, Model, load
 from edgespec.loading.footprint import footprint_of
 from edgespec.loading.planning import plan
@@ -30,7 +31,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError
 from edgespec_models.families.towers import Tower
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.session import LoadedModel, Rows, Session
 from edgespec_runtimes.vision import VisionSession
 from tests.kit import seeing
 from tests.kit.gguf_cases import gguf_of
@@ -254,6 +255,34 @@ def test_rows_of_a_picture_see_each_other_in_windows(bundles: Callable[[str], Bu
         session.rewind(first)
         together = [part(first, end), part(0, stop, other)]
         np.testing.assert_array_equal(model.predict_together(together)[0].logits, whole)
+
+
+@pytest.mark.parametrize("kind", ["seeing", "whole"])
+def test_texts_around_pictures_are_scored_and_no_logits_are_made_of_pictures(
+    bundles: Callable[[str], Bundle], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, wanted, together = bundles(kind), list[int](), LoadedModel.predict_together
+    pictures = pictured(bundle, 2)
+    rows, end = pictures.tokens, len(pictures.tokens)
+    with closing(open_cpu(bundle, ONE)) as session:
+        part = Rows(session, rows, end, vectors=pictures.vectors(0, end))
+        logits = session.model.predict_together([part])[0].logits.copy()
+    expected = [log_probabilities(row)[max(0, token)] for row, token in zip(logits, rows[1:], strict=False)]
+
+    def measured(model: LoadedModel, parts: Sequence[Rows]) -> Any:
+        wanted.extend(part.wanted for part in parts)
+        return together(model, parts)
+
+    with load(bundle.path, None, options=OPTIONS) as opened:
+        monkeypatch.setattr(LoadedModel, "predict_together", measured)
+        scored = opened.chat(messages(*seeing.PROMPTS[2]), prompt_logprobs=True, max_tokens=1).prompt
+    logprobs = [token.logprob for token in scored]
+    assert [at for at, logprob in enumerate(logprobs) if logprob is None] == [
+        at for at, row in enumerate(rows) if row < 0 or not at
+    ]
+    assert all(is_ in (None, by_hand) for is_, by_hand in zip(logprobs[1:], expected, strict=True))
+    texts = sum(row >= 0 for row in rows)
+    assert texts <= sum(wanted) <= texts + 8 < end // 2  # one for each pass over a picture's rows
 
 
 def test_undone_rows_of_a_picture_are_read_again_alike(bundle: Bundle) -> None:
