@@ -36,6 +36,7 @@ from edgespec_runtimes.vision import VisionSession
 from tests.kit import seeing
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import drawn, weights, write_directory
+from tests.kit.several import Driven
 
 F32 = npt.NDArray[np.float32]
 GOLDENS: dict[str, dict[str, Any]] = {
@@ -189,6 +190,28 @@ def test_two_pictures_share_nothing_and_the_same_one_all(bundle: Bundle) -> None
         back = opened.chat(question(first), **FREE)
         assert back.stats.cached_tokens > before.stats.prompt_tokens // 2
         assert before.tokens == again.tokens == back.tokens
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_requests_wait_for_each_others_pictures_alone_if_they_are_the_same(
+    bundle: Bundle, same: bool
+) -> None:
+    """Their prompts have the same tokens."""
+    first = seeing.picture(0)
+    other = first.copy()
+    other[-1, -1] ^= not same
+
+    with load(bundle.path, None, options=replace(OPTIONS, parallel=2)) as opened:
+        driven, streams = Driven(opened), []
+        for pixels in (first, other):
+            parts = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "what?"}]
+            streams.append(driven.queue(opened.stream_chat([{"role": "user", "content": parts}], **FREE)))
+        driven.turn()
+        taken = sum(driven.taken)
+        driven.run()
+        assert taken == (1 if same else 2)
+        cached = [stream.result.stats.cached_tokens for stream in streams]
+        assert (cached[1] > cached[0]) == same
 
 
 def test_a_known_picture_is_not_seen_again_after_a_restart(
