@@ -130,6 +130,11 @@ class Pictures:
                 return places.start if start < places.start else places.stop
         return end
 
+    @property
+    def end_of_last(self) -> int:
+        """The place behind the last picture, from which other questions about it go on."""
+        return self._places[-1][2].stop
+
     def positions(self, start: int, end: int) -> _Positions | None:
         """Times, rows and columns of rows from ``start`` to before ``end``; None if they are ordinary.
 

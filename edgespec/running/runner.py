@@ -187,6 +187,8 @@ class Runner:
         if any(seat.taken for seat in self.seats) and not self._has_room(room):
             return None
         seat, starts = self._seat(prompt.rows), message_starts(prompt.target, self.target.tokenizer)
+        if prompt.pictures is not None:
+            starts.append(prompt.pictures.end_of_last)
         others = [other.target for other in self.seats if other.taken]
         checkpoints = self.caches.fetch(
             seat.target, prompt.rows, others, starts, on_disk=request.prompt_cache
