@@ -23,6 +23,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, RequestError, require
 from edgespec_models.schema import shown
 from edgespec_models.storage import expanded, read_bytes
+from edgespec_runtimes.memory import give_back
 
 MOST_IMAGES: Final = 64
 """Pictures of a request."""
@@ -35,6 +36,7 @@ _DECODING: Final = Lock()  # a decoder takes several bytes a pixel, so there is 
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 _DETAILS: Final = ("auto", "low", "high", "original")  # as in OpenAI's API
 _ADDRESS: Final = re.compile(r"(?a:[a-z][\w+.-]+:)", re.IGNORECASE)  # C: is a drive
+_SAFE: Final = str.maketrans("-_", "+/")  # of URLs
 _INLINE: Final = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
 
@@ -140,7 +142,8 @@ def _pixels(picture: Any) -> NDArray[np.uint8]:
 
 
 def decoded(url: str, field: str) -> bytes:
-    """The bytes of a data URL or of base64 alone; RequestError for addresses."""
+    """The bytes of a data URL or of base64 alone, in any way to write it; RequestError for addresses."""
+    url = url.lstrip()
     start = _INLINE.match(url)
     if start is None and _ADDRESS.match(url):
         raise RequestError(
@@ -151,7 +154,8 @@ def decoded(url: str, field: str) -> bytes:
     if len(url) > MOST_BYTES * 3 // 2:
         raise RequestError(f"has {len(url):,} characters; allowed: files of {MOST_BYTES:,} bytes", field)
     try:
-        return base64.b64decode("".join(url[start.end() if start else 0 :].split()), validate=True)
+        text = "".join(url[start.end() if start else 0 :].split()).rstrip("=")
+        return base64.b64decode(text.translate(_SAFE) + "=" * (-len(text) % 4), validate=True)
     except ValueError as error:
         raise RequestError(
             f"is no base64 ({error}); send data:image/png;base64,BASE64, or BASE64 alone", field
@@ -205,7 +209,10 @@ def with_images(
         return {**message, "content": [read(part, f"{place}[{n}]") for n, part in enumerate(content)]}
 
     result = [seen(message, f"messages[{at}].content") for at, message in enumerate(messages)]
-    return result if images else messages
+    if not images:
+        return messages
+    give_back()
+    return result
 
 
 def _file(path: Path, field: str) -> bytes:

@@ -19,12 +19,17 @@ _Positions = npt.NDArray[np.int64]
 _NAMES = 1 << 62
 
 
-def images_of(prompt: object) -> list[Image]:
-    """The pictures of a conversation, in order; none of other prompts."""
+def parts_of(prompt: object) -> list[Mapping[str, Any]]:
+    """The parts of a conversation, in order; none of other prompts."""
     messages = prompt if isinstance(prompt, list | tuple) else ()
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
-    images = [part.get("image") for part in parts if isinstance(part, Mapping)]
+    return [part for part in parts if isinstance(part, Mapping)]
+
+
+def images_of(prompt: object) -> list[Image]:
+    """The pictures of a conversation, in order, when they are read; none of other prompts."""
+    images = [part.get("image") for part in parts_of(prompt)]
     return [image for image in images if isinstance(image, Image)]
 
 
@@ -124,6 +129,11 @@ class Pictures:
             if places.start < end < places.stop:
                 return places.start if start < places.start else places.stop
         return end
+
+    @property
+    def end_of_last(self) -> int:
+        """The place behind the last picture, from which other questions about it go on."""
+        return self._places[-1][2].stop
 
     def positions(self, start: int, end: int) -> _Positions | None:
         """Times, rows and columns of rows from ``start`` to before ``end``; None if they are ordinary.

@@ -159,9 +159,11 @@ def footprint(model: Found | HubName, options: ExportOptions) -> Footprint:
     if isinstance(model, CatalogueEntry) and is_pulled(model):
         return _of_checkpoint(model.name, model_path(model), replace(options, target=None))
     config, size = _config_of(model), model.size_bytes  # as its weights, because an export keeps them
-    return _planned(
-        model.name, config, options, _spread(config, size), download_bytes=size, export_bytes=size
-    )
+    mmproj, tower = (model.mmproj_bytes, model.tower_bytes) if isinstance(model, HubName) else (0, 0)
+    tower = tower if options.role == "target" and options.native else 0
+    by_class, sizes = _spread(config, size), {"download_bytes": size + mmproj, "export_bytes": size + tower}
+    made = _planned(model.name, config, options, by_class, **sizes)
+    return replace(made, working_bytes=made.working_bytes + tower)
 
 
 def _of_layer(model: HubName, options: ExportOptions) -> Footprint:

@@ -5,6 +5,7 @@ from statistics import fmean
 from edgespec.decoding.draft import Clock, Load, Passed
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.running.sequence import Sequence
+from edgespec_models.errors import DeviceError
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
 
@@ -14,12 +15,14 @@ _SHARE = 4  # of the rows that read prompts, so many parts: one is for the first
 def take_further(sequences: list[Sequence], pricing: Pricing) -> None:
     """Draft for all, and take them a round or a piece of their prompts further, in one pass.
 
-    ``pricing`` chooses the rows of all their drafts. Who is over or fails is ended, and the others go on.
+    ``pricing`` chooses the rows of all their drafts. Who is over or fails is ended, and the others go on. A
+    pass that lacks memory is taken again for each alone.
     """
     for sequence in sequences:
         with sequence.ticket.ending_on_error():
             sequence.prepare()
-    sequences = [sequence for sequence in sequences if sequence.is_live]
+    if not all(sequence.is_live for sequence in sequences):  # the caches of the others may be empty now
+        return take_further([sequence for sequence in sequences if sequence.is_live], pricing)
     reading = sum(sequence.unread > 0 for sequence in sequences)
     prices = pricing.at(Load(max(1, len(sequences) - max(0, reading - 1)), context(sequences)))
     _draft(sequences, prices)
@@ -34,7 +37,10 @@ def take_further(sequences: list[Sequence], pricing: Pricing) -> None:
         predictions, seconds = _pass(rows, sequences[0].answer.clock)
     except BaseException as error:  # noqa: BLE001 - raised where the answers are read
         for sequence, *_ in shares:
-            sequence.ticket.finish(error)
+            if isinstance(error, DeviceError) and len(shares) > 1:  # alone they may have enough memory
+                take_further([sequence], pricing)
+            else:
+                sequence.ticket.finish(error)
         return
     passes = _shares(prices, rows, seconds)
     for (sequence, *_), predicted, passed in zip(shares, predictions, passes, strict=True):

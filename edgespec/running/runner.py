@@ -42,7 +42,7 @@ from edgespec_models.errors import DoesNotFit, RequestError, too_long
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.kv_store import KvStore
-from edgespec_runtimes.memory import machine_memory
+from edgespec_runtimes.memory import give_back, machine_memory
 from edgespec_runtimes.predictions import Floats
 from edgespec_runtimes.session import Session
 
@@ -152,9 +152,13 @@ class Runner:
         tower = self.target.manifest.vision
         assert tower is not None  # its prompts have pictures
         shape, model = (rows, tower.width), self.session.model
-        return self.caches.vectors(
-            model, name, shape, lambda: self._vision.vectors(image.pixels, budget), on_disk=on_disk
-        )
+
+        def make() -> Floats:
+            made = self._vision.vectors(image.pixels, budget)
+            give_back()
+            return made
+
+        return self.caches.vectors(model, name, shape, make, on_disk=on_disk)
 
     @cached_property
     def _vision(self) -> "VisionSession":
@@ -183,6 +187,8 @@ class Runner:
         if any(seat.taken for seat in self.seats) and not self._has_room(room):
             return None
         seat, starts = self._seat(prompt.rows), message_starts(prompt.target, self.target.tokenizer)
+        if prompt.pictures is not None:
+            starts.append(prompt.pictures.end_of_last)
         others = [other.target for other in self.seats if other.taken]
         checkpoints = self.caches.fetch(
             seat.target, prompt.rows, others, starts, on_disk=request.prompt_cache

@@ -353,8 +353,9 @@ def _is_being_read(ticket: Ticket, others: list[Sequence]) -> bool:
     """Whether others read most of its prompt just now, so that it need not be read twice."""
     if ticket.request.prompt_logprobs:  # for which it reads its prompt itself
         return False
-    tokens = ticket.prompt.target
+    tokens = ticket.prompt.rows  # in which pictures have names
     known = max((other.session.shared_prefix(tokens) for other in others), default=0)
-    shared = (shared_length(other.tokens, tokens) for other in others if other.unread > 0)
+    reading = (other.ticket.prompt.rows for other in others if other.unread > 0)
+    shared = (shared_length(rows, tokens) for rows in reading)
     coming = max(shared, default=0) - known
     return coming > 0 and 2 * coming >= len(tokens) - known

@@ -2,6 +2,7 @@
 
 from collections import abc
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from edgespec.answering.answer import Answer, TopLogprobs
 from edgespec.answering.results import FinishReason, Record
@@ -105,8 +106,8 @@ class Sequence:
         Raises:
             DeviceError: there is none. The caches of all sessions may be empty then, and are read again.
         """
-        start, rows = self.session.length, min(1 + self.unread, self.session.model.piece)
-        end = start + max(1 + self._max_draft, rows)
+        start, most = self.session.length, max(1 + self._max_draft, self.session.model.piece)
+        end = start + min(self.unread + 1 + self._max_draft, most)
         if self._pictures is not None:
             end = max(end, self._pictures.end(start, end))
         self.session.prepare(min(end, self._end))
@@ -160,8 +161,12 @@ class Sequence:
         end = min(next_, start + (min(most, _SCORED) if scored else most))
         if self._pictures is not None:
             end = self._pictures.end(start, end)
-            vectors = self._pictures.vectors(start, end)
         piece = self._named(start, end)
+        is_seen = piece[0] < 0
+        if scored:  # nobody wants logits of pictures' rows
+            piece = [*takewhile(lambda token: (token < 0) == is_seen, piece)]
+        if self._pictures is not None:
+            vectors = self._pictures.vectors(start, start + len(piece))
         begins, at = len(piece) > self.unread, None
         if self.unread:
             drafted = max(0, min(drafted, most - len(piece))) if begins else 0  # a picture may exceed `most`
@@ -171,7 +176,7 @@ class Sequence:
             self._read += len(self.draft.tokens)
             tokens, wanted = [*piece, *self.draft.tokens], 1 + len(self.draft.tokens)
         else:
-            tokens, wanted = piece, len(piece) if scored else 0
+            tokens, wanted = piece, 0 if not scored else 1 if is_seen else len(piece)
         if self._pictures is not None:
             at = self._pictures.positions(start, start + len(tokens))
         return Rows(self.session, tokens, wanted, vectors=vectors, positions=at)
@@ -212,12 +217,16 @@ class Sequence:
 
     def _scored(self, predictions: Predictions) -> Predictions:
         """Score the prompt's next tokens, and return the rows that did not score any."""
-        length = self.session.length
-        scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
+        end, scores = self.session.length + 1, self.answer.scores
+        first = end - predictions.shape[0]
+        scored = self.tokens[first:end]
         if not scored:
             return predictions
-        first = length - len(scored) + 1  # scored again, if the cache was emptied for want of memory
-        self.answer.scores[first:] = zip(*self._log_probabilities(predictions, scored), strict=True)
+        del scores[first:]  # they are scored again, if the cache was emptied for want of memory
+        scores += [(None, ())] * (first - len(scores))  # of a picture
+        scores += zip(*self._log_probabilities(predictions, scored), strict=True)
+        if self._named(len(scores) - 1, len(scores))[0] < 0:
+            scores[-1] = None, ()
         return Predictions(predictions.logits[len(scored) :])
 
     def _log_probabilities(

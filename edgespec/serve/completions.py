@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgespec.answering.attribution import Attribution
 from edgespec.answering.results import Generation
+from edgespec.asking.pictures import parts_of
 from edgespec.asking.request import Hole, PromptInput, RequestOptions, text_prompt
 from edgespec.decoding.draft import PromptProgress
 from edgespec.engine import Model
@@ -99,6 +101,7 @@ class Completions:
     def __init__(self, models: Models, options: ServeOptions) -> None:
         self._models, self._options = models, options
         self.closing = False
+        self._decoding = ThreadPoolExecutor(1, "edgespec-pictures")
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -166,7 +169,7 @@ class Completions:
         with naming(job.names):
             (prompt,) = job.prompts
             count = partial(model.count_tokens, cast(PromptInput, prompt), **job.options(model))
-            return await asyncio.to_thread(count)
+            return await self._reading(job, count)
 
     async def read(self, cls: type[T], request: Request) -> T:
         """The body of a request; see :func:`read_body`."""
@@ -207,7 +210,15 @@ class Completions:
         options = {**usual, **job.options(model), "timeout": left_s}
         job.reply.use(model)
         with naming(job.names):
-            return await asyncio.to_thread(model.answers, job.prompts, cast(RequestOptions, options))
+            asking = partial(model.answers, job.prompts, cast(RequestOptions, options))
+            return await self._reading(job, asking)
+
+    async def _reading(self, job: Job, work: Callable[[], T]) -> T:
+        """Run ``work``, which reads the prompts, in a thread. Prompts with pictures share one, since one is
+        decoded at a time, and texts need not wait for them."""
+        parts = (part for prompt in job.prompts for part in parts_of(prompt))
+        pool = self._decoding if any(part.get("type") == "image_url" for part in parts) else None
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def respond(self, request: Request, job: Job) -> Response:
         """Answer a job, whole or as a stream."""

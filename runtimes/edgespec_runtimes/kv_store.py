@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -195,9 +195,10 @@ class KvStore:
         self.nbytes -= 0 if saved is None else size
         if saved is None and files is not None and files.has(model.prompt_key, place.name):
             saved = files.read(model.prompt_key, place.name, size)
-        vectors = make() if saved is None else np.frombuffer(bytes(saved), np.float32).reshape(shape)
+        vectors = make() if saved is None else np.frombuffer(cast(memoryview, saved), np.float32)
+        vectors = vectors.reshape(shape)
         if size <= self._budget and self._make_room(size):
-            self._blocks[place] = memoryview(vectors.tobytes())
+            self._blocks[place] = vectors.data.cast("B")
             self.nbytes += size
             if files is not None:
                 self._pictures = [*(other for other in self._pictures if other != place), place]

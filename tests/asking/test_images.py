@@ -5,10 +5,12 @@ import os
 import sys
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -305,6 +307,23 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     _fails(b"", "is a picture, and reading it needs PIL")
     _fails(b"", 'pip install "edgespec[images]"')
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps what was freed")
+def test_what_decoding_took_is_given_back() -> None:
+    """Threads of glibc keep blocks of a picture, hundreds of megabytes each."""
+    data = encoded(Pillow.new("RGBA", (2500, 2500), (1, 2, 3, 100)))
+    model, _ = seeing_model()
+    process = psutil.Process()
+
+    def read(number: int) -> None:
+        assert model.count_tokens([{"role": "user", "content": [{"type": "image", "image": data}]}])
+
+    with model, ThreadPoolExecutor(3) as pool:
+        read(0)
+        before = process.memory_info().rss
+        [*pool.map(read, range(3))]
+        assert process.memory_info().rss - before < 48 << 20
 
 
 def test_a_read_file_holds_its_bytes_and_not_its_pixels() -> None:

@@ -144,8 +144,9 @@ def test_a_catalogue_model_is_planned_before_it_is_pulled(own_home: Path) -> Non
 def test_a_model_of_the_hub_with_a_name_is_planned_before_it_is_pulled(
     own_home: Path, name: str, kv_bytes: int, state_bytes: bool, drafter: str
 ) -> None:
-    made, size = plan(name), hub_names()[name].size_bytes
-    assert (made.target.state, made.target.download_bytes) == ("to be pulled", size)
+    made, model = plan(name), hub_names()[name]
+    size = model.size_bytes
+    assert (made.target.state, made.target.download_bytes) == ("to be pulled", size + model.mmproj_bytes)
     assert size - 3 < made.target.weights_bytes + made.target.table_bytes <= size
     assert made.target.cache.bytes_per_token == kv_bytes
     assert (made.target.cache.bytes_per_sequence > 0) == state_bytes
@@ -160,6 +161,19 @@ def test_names_of_the_hub_have_sizes_of_their_family(name: str) -> None:
     target = footprint(model, ExportOptions())
     assert target.cache.bytes_per_token
     assert 0.3 < model.size_bytes / _weights_of(name) < 1.2  # bytes a weight, of 4 to 8 bits
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, model in hub_names().items() if model.architecture in ("qwen35", "gemma4")]
+)
+def test_a_tower_counts_before_it_is_pulled(name: str) -> None:
+    """Its file is fetched; a target keeps it in 8 bits."""
+    model = hub_names()[name]
+    target, blind = footprint(model, ExportOptions()), footprint(model, ExportOptions("drafter"))
+    assert 0 < 1.5 * model.tower_bytes < model.mmproj_bytes  # of 16 bits, some with a tower for sounds
+    assert target.download_bytes == blind.download_bytes == model.size_bytes + model.mmproj_bytes
+    assert target.export_bytes - blind.export_bytes == model.tower_bytes
+    assert target.working_bytes - blind.working_bytes == model.tower_bytes
 
 
 def _weights_of(name: str) -> int:

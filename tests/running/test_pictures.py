@@ -20,6 +20,7 @@ from PIL import Image
 from edgespec.asking.images import Image as Picture
 from edgespec.asking.images import read_image
 from edgespec.asking.pictures import Pictures
+from edgespec.decoding.sampling import log_probabilities
 from edgespec.engine import LoadOptions, Model, load
 from edgespec.loading.footprint import footprint_of
 from edgespec.loading.planning import plan
@@ -30,11 +31,12 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError
 from edgespec_models.families.towers import Tower
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.session import LoadedModel, Rows, Session
 from edgespec_runtimes.vision import VisionSession
 from tests.kit import seeing
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import drawn, weights, write_directory
+from tests.kit.several import Driven
 
 F32 = npt.NDArray[np.float32]
 GOLDENS: dict[str, dict[str, Any]] = {
@@ -190,6 +192,28 @@ def test_two_pictures_share_nothing_and_the_same_one_all(bundle: Bundle) -> None
         assert before.tokens == again.tokens == back.tokens
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_requests_wait_for_each_others_pictures_alone_if_they_are_the_same(
+    bundle: Bundle, same: bool
+) -> None:
+    """Their prompts have the same tokens."""
+    first = seeing.picture(0)
+    other = first.copy()
+    other[-1, -1] ^= not same
+
+    with load(bundle.path, None, options=replace(OPTIONS, parallel=2)) as opened:
+        driven, streams = Driven(opened), []
+        for pixels in (first, other):
+            parts = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "what?"}]
+            streams.append(driven.queue(opened.stream_chat([{"role": "user", "content": parts}], **FREE)))
+        driven.turn()
+        taken = sum(driven.taken)
+        driven.run()
+        assert taken == (1 if same else 2)
+        cached = [stream.result.stats.cached_tokens for stream in streams]
+        assert (cached[1] > cached[0]) == same
+
+
 def test_a_known_picture_is_not_seen_again_after_a_restart(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +278,34 @@ def test_rows_of_a_picture_see_each_other_in_windows(bundles: Callable[[str], Bu
         session.rewind(first)
         together = [part(first, end), part(0, stop, other)]
         np.testing.assert_array_equal(model.predict_together(together)[0].logits, whole)
+
+
+@pytest.mark.parametrize("kind", ["seeing", "whole"])
+def test_texts_around_pictures_are_scored_and_no_logits_are_made_of_pictures(
+    bundles: Callable[[str], Bundle], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, wanted, together = bundles(kind), list[int](), LoadedModel.predict_together
+    pictures = pictured(bundle, 2)
+    rows, end = pictures.tokens, len(pictures.tokens)
+    with closing(open_cpu(bundle, ONE)) as session:
+        part = Rows(session, rows, end, vectors=pictures.vectors(0, end))
+        logits = session.model.predict_together([part])[0].logits.copy()
+    expected = [log_probabilities(row)[max(0, token)] for row, token in zip(logits, rows[1:], strict=False)]
+
+    def measured(model: LoadedModel, parts: Sequence[Rows]) -> Any:
+        wanted.extend(part.wanted for part in parts)
+        return together(model, parts)
+
+    with load(bundle.path, None, options=OPTIONS) as opened:
+        monkeypatch.setattr(LoadedModel, "predict_together", measured)
+        scored = opened.chat(messages(*seeing.PROMPTS[2]), prompt_logprobs=True, max_tokens=1).prompt
+    logprobs = [token.logprob for token in scored]
+    assert [at for at, logprob in enumerate(logprobs) if logprob is None] == [
+        at for at, row in enumerate(rows) if row < 0 or not at
+    ]
+    assert all(is_ in (None, by_hand) for is_, by_hand in zip(logprobs[1:], expected, strict=True))
+    texts = sum(row >= 0 for row in rows)
+    assert texts <= sum(wanted) <= texts + 8 < end // 2  # one for each pass over a picture's rows
 
 
 def test_undone_rows_of_a_picture_are_read_again_alike(bundle: Bundle) -> None:

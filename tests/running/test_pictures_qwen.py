@@ -316,6 +316,19 @@ def test_two_pictures_share_nothing_and_the_same_one_all(bundle: Bundle) -> None
         assert before.tokens == back.tokens
 
 
+def test_another_question_about_a_picture_reads_the_question_alone(bundle: Bundle) -> None:
+    """Whose states do not lead back behind the picture."""
+    image = {"type": "image", "image": Image.fromarray(kit.picture(3))}
+    texts = ["what is on the picture, and where?", "how many letters does it have, and which?"]
+    with load(bundle.path, None, options=OPTIONS) as opened:
+        first, second = (
+            opened.chat([{"role": "user", "content": [image, {"type": "text", "text": text}]}], **FREE)
+            for text in texts
+        )
+    assert first.stats.prompt_tokens > 100
+    assert second.stats.prompt_tokens - second.stats.cached_tokens < 64
+
+
 def test_with_text_alone_it_is_the_model_without_eyes(
     bundle: Bundle, session: Session, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """What lacks room or memory, what happens behind answers, and what ends in a pause."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +10,8 @@ import pytest
 from edgespec import DeviceError, LoadOptions, Model
 from edgespec.running.ticket import Stage
 from edgespec_runtimes.kv_cache import Stretch
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows, Session
 from tests.kit.models import VOCAB, queue_of, runner_of, slow_session, toy_model
 from tests.kit.several import LAW, LONG, PROMPTS, Driven, alone, driving, facts, queued
 from tests.kit.toy import KV_BYTES, ToyModel, until
@@ -113,6 +115,11 @@ class Small(ToyModel):
         if sum(other.capacity for other in self.stretches if other is not stretch) + capacity > self.most:
             raise MemoryError
 
+    def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
+        for part in rows:  # also if another's lack of memory has just emptied its cache
+            assert part.session.length + len(part.tokens) <= part.session.capacity
+        return super().predict_together(rows)
+
 
 def test_of_two_answers_that_outgrow_the_memory_one_ends_and_the_other_goes_on(
     monkeypatch: pytest.MonkeyPatch,
@@ -129,6 +136,56 @@ def test_of_two_answers_that_outgrow_the_memory_one_ends_and_the_other_goes_on(
         ((prompt, stream),) = streams.items()
         assert facts(stream.result) == facts(alone(prompt, max_new_tokens=110))
         assert not any(driven.taken)
+
+
+class Narrow(ToyModel):
+    """Its passes take at most so many rows for want of memory."""
+
+    most = 31
+
+    def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
+        if sum(len(part.tokens) for part in rows) > self.most:
+            raise DeviceError("not enough memory for a pass")
+        return super().predict_together(rows)
+
+
+@pytest.mark.parametrize(("chunk", "count"), [(32, 2), (64, 3)])
+def test_a_pass_that_lacks_memory_ends_those_alone_whose_rows_lack_it(chunk: int, count: int) -> None:
+    prompts = (LONG[1:29], LONG[2:30], LONG[:70])[:count]
+    target = Narrow(LAW, VOCAB, chunk=chunk, several=True)
+    with toy_model(target.session(), options=LoadOptions(parallel=3)) as model:
+        driven = Driven(model)
+        streams = [queued(driven, prompt, max_new_tokens=30) for prompt in prompts]
+        driven.run()
+        assert [stream for stream in streams if stream.result.finish_reason == "error"] == streams[2:]
+        for prompt, stream in zip(prompts[:2], streams[:2], strict=True):
+            assert facts(stream.result) == facts(alone(prompt, max_new_tokens=30))
+        for stream in streams[2:]:
+            with pytest.raises(DeviceError, match="not enough memory for a pass"):
+                stream.run()
+        assert not any(driven.taken)
+
+
+@pytest.mark.parametrize("length", [24, 31, 33])
+def test_a_round_has_memory_for_all_that_it_reads(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the prompt's end and the draft behind it, too."""
+    ends, prepare = [0], Session.prepare
+
+    def prepared(session: Session, end: int) -> None:
+        ends.append(end)
+        prepare(session, end)
+
+    class Measured(ToyModel):
+        def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
+            (part,) = rows
+            assert part.session.length + len(part.tokens) <= ends[-1]
+            return super().predict_together(rows)
+
+    wanted = alone(LONG[:length], max_new_tokens=60)
+    monkeypatch.setattr(Session, "prepare", prepared)
+    with toy_model(Measured(LAW, VOCAB, chunk=64).session()) as model:
+        answer = model.generate(LONG[:length], max_new_tokens=60, prediction=wanted.text)
+    assert facts(answer) == facts(wanted) and answer.stats.accepted > 8
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("no place")])

@@ -1,16 +1,20 @@
 """Pictures in requests of each protocol, sent by its own client."""
 
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import anthropic
+import numpy as np
 import ollama
 import openai
 import pytest
 
-from edgespec.asking.images import MOST_IMAGES, Image
+from edgespec.asking.images import MOST_IMAGES, Image, read_image
 from tests.kit.images import base64_of, claiming, data_url, encoded, images_in, picture
 from tests.kit.serving import ServedModel, ask, serving
 
@@ -137,13 +141,34 @@ BAD: list[tuple[str, Any, str]] = [
     ),
     ("an address", "https://example.com/a.png?key=1", "is the address 'https://example.com/a.png?key=1'"),
     ("a file", "file:///etc/passwd", "edgespec fetches nothing; send the picture itself as data:image/png"),
-    ("a path", "/etc/passwd", "is no base64"),
+    ("a path", "/etc/passwd", "is no PNG"),
     ("no base64", "data:image/png;base64,@@", "is no base64"),
     ("another encoding", "data:image/svg+xml,<svg/>", "edgespec fetches nothing"),
     ("nothing", None, "is None; allowed: data:image/png;base64,BASE64"),
     ("a number", 3, "is 3; allowed: data:image/png;base64,BASE64"),
     ("empty", "", "is no PNG"),
 ]
+
+
+PLAIN = base64_of(PNG)  # it has all of "+/="
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f" {URL}\n",
+        f"data:image/png;name=a.png;charset=utf-8;base64,{PLAIN}",
+        f"DATA:image/PNG;BASE64,{PLAIN}",
+        "\r\n".join(PLAIN[at : at + 76] for at in range(0, len(PLAIN), 76)),
+        f"data:;base64,{PLAIN.rstrip('=')}",
+        PLAIN.replace("+", "-").replace("/", "_"),
+    ],
+)
+def test_all_ways_to_write_base64_are_read(seeing: ServedModel, seen_at: str, url: str) -> None:
+    body = {"model": "served", **_user({"type": "image_url", "image_url": {"url": url}})}
+    assert ask(seen_at, CHAT, body).status == 200
+    (image,), _ = shown(seeing)
+    np.testing.assert_array_equal(image.pixels, np.asarray(picture(7, 5)))
 
 
 def _bodies(url: Any) -> dict[str, tuple[Any, str]]:
@@ -213,6 +238,28 @@ def test_a_client_cannot_have_files_of_the_server_read(seen_at: str, tmp_path: P
         assert reply.status == 400 and "messages[0].content[0].type is 'image'; allowed" in reply.error
     for path, (body, _) in _bodies(str(file)).items():
         assert ask(seen_at, path, {"model": "served", **body}).status == 400
+
+
+def test_texts_do_not_wait_while_many_pictures_are_decoded(
+    seen_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Image:
+        assert go_on.wait(60)
+        return read_image(*args, **options)
+
+    monkeypatch.setattr("edgespec.asking.images.read_image", slow)
+    shown = {"model": "served", **_user({"type": "image_url", "image_url": {"url": URL}})}
+    with ThreadPoolExecutor(40) as clients:  # more than a pool of threads has
+        asked = [clients.submit(ask, seen_at, CHAT, shown) for _ in range(40)]
+        try:
+            sleep(0.5)
+            text = ask(seen_at, CHAT, {"model": "served", **_user({"type": "text", "text": "a"})})
+            assert text.status == 200 and not any(one.done() for one in asked)
+        finally:
+            go_on.set()
+        assert {one.result().status for one in asked} == {200}
 
 
 def test_pictures_of_a_request_have_a_bound(seeing: ServedModel, seen_at: str) -> None:

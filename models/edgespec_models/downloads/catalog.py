@@ -153,8 +153,9 @@ class HubName:
     """A model of the hub with a name: it was not measured here, and the hub gives its digest.
 
     ``size_bytes`` is rounded. ``drafts``: whether it drafts for larger models of its architecture and
-    vocabulary. ``mtp``: whether its file has an MTP layer. ``config`` is as in :class:`CatalogueEntry`, but
-    without ``vocab_size``.
+    vocabulary. ``mtp``: whether its file has an MTP layer. ``mmproj_bytes``: of the tower's file that comes
+    with it, ``tower_bytes``: of the tower in 8 bits; 0 without one. ``config`` is as in
+    :class:`CatalogueEntry`, but without ``vocab_size``.
     """
 
     name: _Name
@@ -166,6 +167,8 @@ class HubName:
     licence: _Title
     drafts: bool = False
     mtp: bool = False
+    mmproj_bytes: Annotated[int, within(0)] = 0
+    tower_bytes: Annotated[int, within(0)] = 0
     config: Config = field(default_factory=dict)
 
 
