@@ -31,6 +31,7 @@ MOST_PIXELS: Final = 1 << 26
 """Pixels of all pictures of a request together: 64 Mi, which are 192 MiB here."""
 MOST_BYTES: Final = 64 << 20
 """Bytes of a picture's file."""
+_MOST_SIDE: Final = 1 << 16  # Pillow's tables for resizing have a row for each pixel of a side
 _MOST_SCANNED: Final = 16 * MOST_PIXELS  # of a JPEG file, whose scans each go over all pixels
 _DECODING: Final = Lock()  # a decoder takes several bytes a pixel, so there is one at a time
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
@@ -97,13 +98,16 @@ def read_image(
         raise RequestError(
             f"is {shown(source)}; allowed: a path, the bytes of a file, or an image of Pillow", field
         )
-    large = f"allowed: {MOST_PIXELS:,} pixels in all pictures of a request together; make it smaller"
+    large = (
+        f"allowed: {MOST_PIXELS:,} pixels in all pictures of a request together, {_MOST_SIDE:,} a side; "
+        "make it smaller"
+    )
     try:
         if not isinstance(source, Pillow.Image):
             source = bytes(source)
             picture = _opened(source)
         count = picture.width * picture.height
-        if count > most_pixels:
+        if count > most_pixels or max(picture.size) > _MOST_SIDE:
             raise RequestError(f"{what} {picture.width} x {picture.height} pixels large; {large}", field)
         if not isinstance(source, Pillow.Image) and picture.format in ("JPEG", "MPO"):
             scans = source.count(b"\xff\xda")

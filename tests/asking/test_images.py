@@ -168,6 +168,7 @@ def test_sizes_are_bounded_before_pixels_are_decoded(side: int) -> None:
             warnings.simplefilter(action, Pillow.DecompressionBombWarning)
             _fails(claiming(side, side), "large; allowed: 67,108,864 pixels in all pictures of a request")
     _fails(picture(3, 3), "is 3 x 3 pixels large; allowed: 67,108,864 pixels in all", most_pixels=8)
+    _fails(claiming(65_537, 1), "pictures of a request together, 65,536 a side")
     assert MOST_PIXELS == 8192 * 8192
 
 
