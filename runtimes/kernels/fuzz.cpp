@@ -36,10 +36,10 @@ class Choices {
   bool rarely() { return only_ > 0 ? ++asked_ == only_ : byte() >= rare_; }
   int64_t number(int64_t usual) {
     if (!rarely()) return usual;
-    constexpr int64_t strange[] = {0, 1, -1, 16, 1 << 20, (int64_t{1} << 31) - 1, int64_t{1} << 31,
+    constexpr int64_t strange[] = {0, 1, -1, 16, 1 << 20, 1 << 28, (int64_t{1} << 31) - 1, int64_t{1} << 31,
                                    int64_t{1} << 60, int64_t{1} << 62, INT64_MAX, INT64_MIN};
     const int64_t at = below(16);
-    if (at < 11) return strange[at];
+    if (at < 12) return strange[at];
     return at < 14 ? usual + static_cast<int8_t>(byte()) : static_cast<int64_t>(word());
   }
   uint64_t word() {
@@ -164,7 +164,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const Shape rotation = {choices.number(turns), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
-  const bool injects = choices.below(2) != 0 && (!(row_tables || latent) || choices.rarely());
+  const bool injects = choices.below(2) != 0 && (!(row_tables || latent) || choices.below(8) == 0);
   const int64_t injected = injects ? choices.below(static_cast<int>(rows) + 1) : 0;
   const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, keys, values,
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {value_dim}, {value_dim},
@@ -199,9 +199,9 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   if (!halves && choices.rarely()) node.numbers["value_dim"] = 16;
   if (!latent && choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
   if (!latent && choices.below(2)) node.numbers["normed_values"] = 1;
-  if (choices.below(2) && (!ends || choices.rarely())) node.numbers["bidirectional"] = 1;
+  if (choices.below(2) && (!ends || choices.below(8) == 0)) node.numbers["bidirectional"] = 1;
   if (row_tables) node.numbers["row_tables"] = 1;
-  if (choices.below(2) && (!latent || choices.rarely())) node.numbers["normed_last"] = 1;
+  if (choices.below(2) && (!latent || choices.below(8) == 0)) node.numbers["normed_last"] = 1;
   if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
   if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
   if (choices.below(2)) node.reals["cap"] = choices.rarely() ? NAN : 5.0f;
@@ -213,7 +213,7 @@ void set_sequences(Choices& choices, OrtKernelInfo& node, int64_t sequences, int
   for (int64_t i = 0; i < sequences; i++) {
     const int64_t past = choices.byte();
     counts.insert(counts.end(), {choices.number(past), choices.number(rows)});
-    places.push_back(choices.number(slots - 1 - i));
+    places.push_back(choices.number(choices.rarely() ? slots - 1 : slots - 1 - i));
     places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
   }
   set_numbers(node, 4, counts);
