@@ -163,11 +163,12 @@ def refuse_head(drafter: str | Path, target: str | Path, *, native: bool) -> Non
     Nothing is pulled or exported before. Of heads that were not pulled the catalogue's are known. ``native``
     says whether exports of both would be for edgespec's kernels.
     """
-    target_made, made, source = _made(target), _made(drafter), checkpoint_of(drafter)
+    target_made = _made(target)
     if target_made is not None:
         native = target_made.manifest.operators == "edgespec"
     if native:
         return
+    made, source = _made(drafter), checkpoint_of(drafter)
     is_head = str(drafter) in hub_heads() if made is None else made.config.is_head
     if is_head or (source is not None and _is_head(source, checkpoint_of(target))):
         raise RequestError(
