@@ -141,11 +141,16 @@ def load(
         history = named.path
     opening = partial(open_model, weights=options.weights, progress=progress)
     made_for, why = [_made_for(device), _made_for(drafter_device)], ""  # before a model is pulled
-    if device == AUTO and not is_file(Path(target) / MANIFEST):
+    if device == AUTO and not _are_made(target):
         from edgespec.loading.gpu import choose_gpu
 
         takes, why = choose_gpu(target, drafter, options)
         made_for[0] = "cuda" if takes else None
+    if isinstance(drafter, str | Path) and not (drafter in ("auto", NGRAM) or _are_made(target, drafter)):
+        from edgespec.loading.first_use import refuse_head
+
+        native = options.weights != "portable" and not any(made_for)
+        refuse_head(drafter, target, native=native)
     target_bundle = opening(
         target, "target", device=made_for[0], adapters=options.adapters, mmproj=options.mmproj
     )
@@ -543,6 +548,11 @@ class Model(InProcess, AbstractContextManager["Model"]):
         constraint = self._runner.constraint(request, is_chat=is_chat)
         ticket = Ticket(request, prompt, constraint, ended=ended, conversation=conversation)
         return Stream(ticket, self._queue)
+
+
+def _are_made(*references: Reference) -> bool:
+    """Whether all are bundles of edgespec."""
+    return all(is_file(Path(reference) / MANIFEST) for reference in references)
 
 
 def _made_for(device: str) -> "ExportDevice | None":

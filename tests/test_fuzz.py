@@ -35,10 +35,10 @@ def damaged(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
     """A sound input with some values of its JSON, or some bytes, replaced."""
     data = draw(st.sampled_from(seeds))
     for _ in range(draw(st.integers(1, 3))):
-        found = list(places(table(data)))
+        tree = table(data)
+        found = list(places(tree))
         if bool(found) and draw(st.booleans()):
-            tree, place = table(data), draw(st.integers(0, len(found) - 1))
-            holder, key = list(places(tree))[place]
+            holder, key = found[draw(st.integers(0, len(found) - 1))]
             holder[key] = draw(WRONG)
             data = json.dumps(tree).encode()
         else:

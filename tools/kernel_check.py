@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "kernels"))
 
@@ -122,6 +123,9 @@ def fuzz(seconds: int, folder: Path) -> str:
     program = compiled(compiler, sources, ("-fsanitize=fuzzer,address,undefined",), folder / "fuzz")
     kept = CACHE / "fuzz"
     kept.mkdir(parents=True, exist_ok=True)
+    for number in range(5280):  # graphs of every operator with one error, whose place is the second byte
+        places = bytes((0, 1 + number % 110, number // 110))
+        (kept / f"error-{number}").write_bytes(places + Random(number).randbytes(150))
     options = (f"-max_total_time={seconds}", "-len_control=0", "-max_len=400", f"-artifact_prefix={folder}/")
     command = (str(program), *options, str(kept))
     run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -135,7 +135,7 @@ def export(
 
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
-    from edgespec.loading.first_use import alignment_of, locate
+    from edgespec.loading.first_use import alignment_of, locate, refuse_head
     from edgespec_export.export import export_model
 
     quantization = _quantization(bits, mixed)
@@ -145,8 +145,11 @@ def export(
         _refuse_with_optimum(context)
         _via_optimum(source, out, optimum_cli, overwrite=context.params["overwrite"], as_json=as_json)
         return
+    native = ExportOptions(weights=context.params["weights"], device=made_for).native
+    if target is not None and not native:
+        refuse_head(source, target, native=False)
     with progress_bars() as progress:
-        file, entry = locate(source, progress, note, made_for)
+        file, entry = locate(source, progress, note, native=native)
         drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
         made = options.filled(
             ExportOptions,

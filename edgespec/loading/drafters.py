@@ -38,10 +38,11 @@ def choose(target: Bundle, reference: Reference) -> str:
     fetched without being asked for.
     """
     n_bytes, provenance = target.manifest.size_bytes, target.manifest.provenance
-    layer = None
-    if target.manifest.operators == "edgespec":
+    layer, of_heads = None, ""
+    if target.manifest.operators == "edgespec":  # others return no states
         layer = first_use.mtp_layer(target.config, provenance.get("left_out"), reference)
-    name, speed = recommended(target.config, n_bytes, provenance.get("sha256"), str(reference), layer)
+        of_heads = str(reference)
+    name, speed = recommended(target.config, n_bytes, provenance.get("sha256"), of_heads, layer)
     if layer is not None and name == str(layer):
         _LOG.info("the MTP layer in %s drafts for %s: %.1f times as fast", name, reference, speed)
         return name
@@ -71,8 +72,8 @@ def recommended(
 ) -> tuple[str, float]:
     """The best drafter for a target of this size in bytes, and the speedup of decoding expected from it.
 
-    ``digest`` is the SHA-256 of the file that the target was made of, ``reference`` what named it, ``layer``
-    where its MTP layer is.
+    ``digest`` is the SHA-256 of the file that the target was made of, ``reference`` what heads call it if it
+    returns states, ``layer`` where its MTP layer is.
     """
     catalogue = entries().values()
     known = next((entry for entry in catalogue if entry.sha256 == digest), None)

@@ -15,7 +15,7 @@ from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.decoders.config import DecoderShape
-from edgespec_models.downloads.catalog import CatalogueEntry, find
+from edgespec_models.downloads.catalog import CatalogueEntry, find, hub_heads
 from edgespec_models.downloads.download import pull, pulled_path
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError, shell_word
@@ -137,7 +137,7 @@ def made_for(head: Path, target: Path, options: ExportOptions) -> Bundle | None:
 def checkpoint_of(reference: str | Path) -> Path | None:
     """The checkpoint of a model on this machine; None if there is none, as for bundles."""
     path = Path(reference)
-    if path.exists():
+    if _is_here(path):
         return None if is_model(path) else path
     return pulled_path(str(reference))
 
@@ -155,6 +155,36 @@ def mtp_layer(target: DecoderShape, left_out: object, reference: str | Path) -> 
     from edgespec_export.sources.mtp import beside
 
     return beside(source, target)
+
+
+def refuse_head(drafter: str | Path, target: str | Path, *, native: bool) -> None:
+    """Raise the RequestError of a head beside graphs of ONNX Runtime's operators, which return no states.
+
+    Nothing is pulled or exported before. Of heads that were not pulled the catalogue's are known. ``native``
+    says whether exports of both would be for edgespec's kernels.
+    """
+    target_made = _made(target)
+    if target_made is not None:
+        native = target_made.manifest.operators == "edgespec"
+    if native:
+        return
+    made, source = _made(drafter), checkpoint_of(drafter)
+    is_head = str(drafter) in hub_heads() if made is None else made.config.is_head
+    if is_head or (source is not None and _is_head(source, checkpoint_of(target))):
+        raise RequestError(
+            f"{drafter} is a head, which reads states of its target's layers, and graphs of ONNX Runtime's "
+            "operators return none; leave out device and weights 'portable', or take another drafter"
+        )
+
+
+def _made(reference: str | Path) -> Bundle | None:
+    """What is at this path, if it runs without an export."""
+    path = Path(reference)
+    return open_bundle(path) if _is_here(path) and is_model(path) else None
+
+
+def _is_here(path: Path) -> bool:
+    return os.path.exists(path)  # noqa: PTH110 - Path's fails for long names
 
 
 def _is_head(source: Path, target: Path | None) -> bool:
@@ -183,15 +213,19 @@ def locate(
     source: str,
     progress: ProgressCallback,
     notify: Callable[[str], None] = _LOG.warning,
-    device: ExportDevice | None = None,
+    *,
+    native: bool = True,
 ) -> tuple[Path, CatalogueEntry | None]:
-    """The checkpoint's file or directory, pulled if it is missing, and its entry in the catalogue."""
+    """The checkpoint's file or directory, pulled if it is missing, and its entry in the catalogue.
+
+    ``native`` is as in :func:`locate_hub`.
+    """
     path = Path(source)
     if path.exists():
         return path, None
     named = on_hub(source)
     if named is not None:
-        return locate_hub(named, progress, device), None
+        return locate_hub(named, progress, native=native), None
     if path.suffix.lower() == ".gguf":
         raise ModelFileError(
             f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
@@ -201,12 +235,11 @@ def locate(
     return pull(entry, progress=progress, notify=notify), entry
 
 
-def locate_hub(
-    reference: HubReference, progress: ProgressCallback, device: ExportDevice | None = None
-) -> Path:
+def locate_hub(reference: HubReference, progress: ProgressCallback, *, native: bool = True) -> Path:
     """A checkpoint of the hub, pulled unless it is here already.
 
-    A model that edgespec cannot export, for ``device``, is refused before its weights are fetched.
+    A model that edgespec cannot export, if not ``native`` for ONNX Runtime's operators, is refused before its
+    weights are fetched.
 
     Raises:
         DownloadError: it cannot be pulled.
@@ -214,7 +247,7 @@ def locate_hub(
         ModelFileError: no checkpoint in safetensors.
     """
     return pulled_hub(reference) or pull_checked(
-        reference, progress=progress, notify=_LOG.warning, device=device
+        reference, progress=progress, notify=_LOG.warning, native=native
     )
 
 
@@ -223,15 +256,15 @@ def pull_checked(
     *,
     progress: ProgressCallback,
     notify: Callable[[str], None],
-    device: ExportDevice | None = None,
+    native: bool = True,
 ) -> Path:
     """Bring a model of the hub up to date; raises as :func:`locate_hub` does."""
-    return pull_hub(reference, check=partial(_check_config, device), progress=progress, notify=notify)
+    return pull_hub(reference, check=partial(_check_config, native), progress=progress, notify=notify)
 
 
-def _check_config(device: ExportDevice | None, folder: Path) -> None:
+def _check_config(native: bool, folder: Path) -> None:
     config = read_config(Facts.read(folder / HF_CONFIG))
-    if device == "cuda":
+    if not native:
         from edgespec_models.graphs.decoder import check_standard
 
         check_standard(config)

@@ -131,7 +131,7 @@ def open_model(
     named = None if path.exists() else on_hub(str(reference))
     if named is not None:
         check_weights(options)
-        path = locate_hub(named, progress, device)
+        path = locate_hub(named, progress, native=options.native)
     return open_made(path, str(reference), options, progress, None if target is None else str(target))
 
 

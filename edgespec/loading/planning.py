@@ -135,6 +135,7 @@ def _drafter_of(target: Found | HubName, n_bytes: int, reference: str, *, portab
         return target.drafter
     digest: object = None
     if isinstance(target, Bundle):
+        portable = target.manifest.operators != "edgespec"
         n_bytes, facts, config = target.manifest.size_bytes, target.manifest.provenance, target.config
         digest, own = facts.get("sha256"), layer(config, facts)
     elif isinstance(target, CatalogueEntry | HubName):
@@ -147,7 +148,7 @@ def _drafter_of(target: Found | HubName, n_bytes: int, reference: str, *, portab
             config, own = checkpoint.config, layer(checkpoint.config, checkpoint.changes)
             if checkpoint.n_bytes in {entry.size_bytes for entry in entries().values()}:
                 digest = checkpoint.digest(ignore_progress)
-    return drafters.recommended(config, n_bytes, digest, reference, own)[0]
+    return drafters.recommended(config, n_bytes, digest, "" if portable else reference, own)[0]
 
 
 def footprint(model: Found | HubName, options: ExportOptions) -> Footprint:

@@ -24,21 +24,22 @@ using edgespec::ort::kFloat16;
 using edgespec::ort::kInt64;
 using edgespec::ort::kUint8;
 
-// The input as choices. Where it ends, or is zeros, a choice is the usual one; the first byte says how seldom
-// others are.
+// The input as choices. Where it ends, or is zeros, a choice is the usual one. The first byte says how seldom others
+// are, or the second which one is the only other: graphs with one error get farther than those with several.
 class Choices {
  public:
-  Choices(const uint8_t* data, size_t size) : data_(data), end_(data + size), rare_(static_cast<uint8_t>(255 - byte() / 4)) {}
+  Choices(const uint8_t* data, size_t size)
+      : data_(data), end_(data + size), rare_(static_cast<uint8_t>(255 - byte() / 4)), only_(byte()) {}
 
   uint8_t byte() { return data_ < end_ ? *data_++ : 0; }
   int64_t below(int n) { return byte() % n; }
-  bool rarely() { return byte() >= rare_; }
+  bool rarely() { return only_ > 0 ? ++asked_ == only_ : byte() >= rare_; }
   int64_t number(int64_t usual) {
     if (!rarely()) return usual;
-    constexpr int64_t strange[] = {0, 1, -1, 16, 1 << 20, (int64_t{1} << 31) - 1, int64_t{1} << 31,
+    constexpr int64_t strange[] = {0, 1, -1, 16, 1 << 20, 1 << 28, (int64_t{1} << 31) - 1, int64_t{1} << 31,
                                    int64_t{1} << 60, int64_t{1} << 62, INT64_MAX, INT64_MIN};
     const int64_t at = below(16);
-    if (at < 11) return strange[at];
+    if (at < 12) return strange[at];
     return at < 14 ? usual + static_cast<int8_t>(byte()) : static_cast<int64_t>(word());
   }
   uint64_t word() {
@@ -49,7 +50,8 @@ class Choices {
 
  private:
   const uint8_t *data_, *end_;
-  uint8_t rare_;
+  uint8_t rare_, only_;
+  int asked_ = 0;
 };
 
 struct Impossible {};  // what ONNX Runtime would refuse itself
@@ -122,6 +124,8 @@ void fill_linear(Choices& choices, OrtKernelInfo& node) {
   if (choices.rarely()) node.inputs.pop_back();
   node.numbers = {{"inputs", choices.number(inputs)}};
   node.reals = {{"epsilon", choices.rarely() ? NAN : 1e-5f}};
+  for (const char* name : {"above", "below", "slope"})
+    if (gate == "xielu") node.reals[name] = choices.rarely() ? NAN : static_cast<float>(choices.below(9)) * 0.25f;
   node.texts = {{"gate", broken(choices, gate)}, {"parts", broken(choices, parts)}};
 }
 
@@ -148,28 +152,32 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t half = (latent ? head_dim - value_dim : head_dim) / (choices.below(2) ? 4 : 2);
   const int64_t sequences = 1 + choices.below(3), count = 8 * (1 + choices.below(2));
   Tables tables;
-  for (int64_t i = 0; i < sequences; i++)
-    tables.add(choices, i == 0 ? past : choices.below(static_cast<int>(past) + 1), rows, count);
+  std::vector<int64_t> lengths;
+  for (int64_t i = 0; i < sequences; i++) {
+    lengths.push_back(i == 0 ? past : choices.below(static_cast<int>(past) + 1));
+    tables.add(choices, lengths.back(), rows, count);
+  }
   const auto cache = [&](int64_t bytes) { return Shape{count / 8, kv_heads, 256, halves ? bytes / 2 : bytes}; };
   const Shape keys = cache(key_bytes(kCells, head_dim)), values = cache(value_bytes(kCells, head_dim));
-  const bool row_tables = choices.below(4) == 0;
+  const bool row_tables = choices.below(4) == 0, ends = choices.below(4) == 0;  // ends of what rows see, behind them
   const int64_t turns = row_tables ? sequences * rows : past + rows + choices.below(2);
   const Shape rotation = {choices.number(turns), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
-  const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
+  const bool injects = choices.below(2) != 0 && (!(row_tables || latent) || choices.below(8) == 0);
+  const int64_t injected = injects ? choices.below(static_cast<int>(rows) + 1) : 0;
   const Shape shapes[] = {{1, sequences * (rows - injected), packed[latent ? 2 : choices.below(4)] * head_dim}, keys, values,
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {value_dim}, {value_dim},
                           {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences},
                           {choices.number(sequences * (rows - injected))}, {kv_heads * head_dim}};
   const uint8_t left_out = choices.byte();
-  const bool ends = choices.below(4) == 0;  // of rows, which see those behind them
+  const bool sizes = choices.below(2) != 0;
   const auto present = [&](int i) {
     if (i < 5) return !(latent && i == 2);
     if (i < 12) return !(left_out >> (i - 5) & 1) && (i < 10 || injected > 0);
-    return i == 12 ? ends : !halves;
+    return i == 12 ? ends : sizes;
   };
-  const int last = !halves ? 14 : ends ? 13 : injected > 0 ? 12 : 10;
+  const int last = sizes ? 14 : ends ? 13 : injected > 0 ? 12 : 10;
   for (int i = 0; i < last; i++) add(choices, node, shapes[i], present(i));
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
@@ -177,9 +185,9 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   if (injected > 0 && node.inputs[11]) set_numbers(node, 11, counts);
   std::vector<int64_t> row_ends;
   for (int64_t i = 0; i < sequences; i++) {
-    const int64_t end = tables.sequences[static_cast<size_t>(2 * i)] + rows, seen = choices.below(static_cast<int>(rows) + 1);
+    const int64_t seen = choices.below(static_cast<int>(rows) + 1);
     for (int64_t r = injected; r < rows; r++)
-      row_ends.push_back(choices.number(r < seen ? end - rows + seen : end - rows + r + 1));
+      row_ends.push_back(choices.number(lengths[static_cast<size_t>(i)] + (r < seen ? seen : r + 1)));
   }
   if (ends) set_numbers(node, 12, row_ends);
   node.in_place = choices.below(2) == 0;
@@ -191,9 +199,9 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   if (!halves && choices.rarely()) node.numbers["value_dim"] = 16;
   if (!latent && choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
   if (!latent && choices.below(2)) node.numbers["normed_values"] = 1;
-  if (choices.below(2)) node.numbers["bidirectional"] = 1;
+  if (choices.below(2) && (!ends || choices.below(8) == 0)) node.numbers["bidirectional"] = 1;
   if (row_tables) node.numbers["row_tables"] = 1;
-  if (choices.below(2)) node.numbers["normed_last"] = 1;
+  if (choices.below(2) && (!latent || choices.below(8) == 0)) node.numbers["normed_last"] = 1;
   if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
   if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
   if (choices.below(2)) node.reals["cap"] = choices.rarely() ? NAN : 5.0f;
@@ -205,7 +213,7 @@ void set_sequences(Choices& choices, OrtKernelInfo& node, int64_t sequences, int
   for (int64_t i = 0; i < sequences; i++) {
     const int64_t past = choices.byte();
     counts.insert(counts.end(), {choices.number(past), choices.number(rows)});
-    places.push_back(choices.number(slots - 1 - i));
+    places.push_back(choices.number(choices.rarely() ? slots - 1 : slots - 1 - i));
     places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
   }
   set_numbers(node, 4, counts);
@@ -407,6 +415,7 @@ OrtKernelInfo node_of(const uint8_t* data, size_t size, const Operators& operato
   if (node.inputs.empty()) std::abort();  // an operator that nothing fills
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;
+  node.alone = choices.rarely();
   if (choices.rarely()) node.numbers.erase("inputs");
   if (choices.rarely()) node.texts.erase("parts");
   if (choices.rarely()) node.texts.erase("formats");

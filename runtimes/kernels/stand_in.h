@@ -27,7 +27,7 @@ struct OrtKernelInfo {
   std::map<std::string, float> reals;
   std::map<std::string, std::string> texts;
   std::vector<Value> inputs, constants;  // null: left out, or no constant
-  bool in_place = false;
+  bool in_place = false, alone = false;  // alone: the graph has the first output alone
 };
 struct OrtKernelContext {
   const OrtKernelInfo& node;
@@ -83,6 +83,8 @@ inline OrtStatus* text(const std::map<std::string, std::string>& values, const c
 }
 
 inline OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t* dims, size_t count, OrtValue** out) {
+  *out = nullptr;
+  if (index > 0 && context->node.alone) return nullptr;
   const Shape shape(dims, dims + count);
   Value& value = context->outputs[index];
   const Value past = index > 0 && context->node.in_place ? context->node.inputs[index] : nullptr;
