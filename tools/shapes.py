@@ -8,8 +8,8 @@ FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDE
 32,000 tokens, ``NAME.dflash`` a DFlash head of it, ``NAME.dspark`` a DSpark head as LFM2.5 has it, whose
 matrices are all of one format in ``NAME.dspark.Q8_0`` and ``NAME.dspark.F16``; of a Qwen3.5 ``NAME.mtp`` is
 the file ``mtp-NAME.gguf`` with its MTP layer; of a Gemma 4 E ``NAME.assistant`` is the directory of its
-assistant. Models with experts have a quarter of their layers, so a pass takes a quarter of the time but for
-embedding and LM head.
+assistant; ``NAME.mmproj`` is the file ``mmproj-NAME.gguf`` with its tower in float16. Models with experts
+have a quarter of their layers, so a pass takes a quarter of the time but for embedding and LM head.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
+from edgespec_models.families.gemma4_vision import GEMMA4_VISION, Gemma4Tower
+from edgespec_models.families.qwen3_5_vision import QWEN35_VISION, Qwen35Tower
+from edgespec_models.families.towers import Tower, TowerFamily
+from edgespec_models.graphs.tower import build_tower
 from tests.kit import assistants
 from tools.arguments import arguments
 
@@ -200,6 +204,35 @@ SHAPES = {
     ),
     "glm-4.7-flash": Shape("deepseek2", 12, 2048, 10_240, 20, 1, 576, 154_880, 1e6, _GLM),
     "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
+}
+_IN_QWEN = {"patch": 16, "merged": 2, "positions": 48, "frames": True, "epsilon": 1e-6, "theta": 1e4}
+_IN_GEMMA = {"patch": 16, "pool": 3, "positions": 10_240, "in_gguf": True, "epsilon": 1e-6, "theta": 100.0}
+_SMALL = {"hidden_size": 768, "mlp_width": 3072, "heads": 12, "marker": 0}
+
+
+def _gemma4_tower(width: int) -> tuple[TowerFamily, Tower]:
+    facts: dict[str, Any] = _SMALL | _IN_GEMMA | {"num_layers": 16, "head_dim": 64, "clipped": True}
+    return GEMMA4_VISION, Gemma4Tower(
+        architecture=GEMMA4_VISION.name, width=width, standardized=False, **facts
+    )
+
+
+def _qwen_tower(width: int, layers: int, **sizes: int) -> tuple[TowerFamily, Tower]:
+    facts: dict[str, Any] = _SMALL | _IN_QWEN | sizes
+    return QWEN35_VISION, Qwen35Tower(
+        architecture=QWEN35_VISION.name, width=width, num_layers=layers, **facts
+    )
+
+
+TOWERS = {
+    "qwen3.5-0.8b": _qwen_tower(1024, 12),
+    "qwen3.5-4b": _qwen_tower(2560, 24, hidden_size=1024, mlp_width=4096, heads=16),
+    "gemma-4-e2b": _gemma4_tower(1536),
+    "gemma-4-e4b": _gemma4_tower(2560),
+}
+_MARKERS = {
+    "qwen35": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "gemma4": ("<|image>", "<|image|>", "<image|>"),
 }
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 
@@ -478,15 +511,56 @@ def tokenizer(writer: GGUFWriter, shape: Shape) -> None:
     letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]
     pairs = list(product(letters, repeat=2))
     triples = product(map("".join, pairs), letters[:8])
-    merges = [*islice(chain(pairs, triples), shape.vocabulary - 2 - len(letters))]
-    tokens = [*letters, *map("".join, merges), "<|bos|>", "<|end|>"]
+    special = [*_MARKERS.get(shape.architecture, ()), "<|bos|>", "<|end|>"]
+    merges = [*islice(chain(pairs, triples), shape.vocabulary - len(special) - len(letters))]
+    tokens = [*letters, *map("".join, merges), *special]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
+    writer.add_token_types([1] * (len(tokens) - len(special)) + [3] * len(special))
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(len(tokens) - 2)
     writer.add_eos_token_id(len(tokens) - 1)
+
+
+def write_tower(name: str, path: Path) -> None:
+    """Write the tower of the model called ``name`` as llama.cpp's converter does."""
+    family, tower = TOWERS[name]
+    facts: Any = tower
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", family.gguf)
+    for key in ("has_vision_encoder", "use_gelu"):
+        writer.add_bool(f"clip.{key}", True)
+    numbers = {
+        "embedding_length": facts.hidden_size,
+        "feed_forward_length": facts.mlp_width,
+        "block_count": facts.num_layers,
+        "attention.head_count": facts.heads,
+        "projection_dim": tower.width,
+        "patch_size": facts.patch,
+        "image_size": 768,
+    }
+    for key, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", facts.epsilon)
+    for key in ("image_mean", "image_std"):
+        writer.add_array(f"clip.vision.{key}", [0.5] * 3)
+    for seed, (own, size) in enumerate(build_tower(tower)[1].items()):
+        stored = family.gguf_name(own)
+        floats = len(size) != 2 or "embd" in stored
+        kind = GGMLQuantizationType.F32 if floats else GGMLQuantizationType.F16
+        values = weights(stored, size or (1,), kind, seed)
+        if not size:
+            values *= -100 if stored.endswith("min") else 100
+        if stored.startswith("v.patch_embd.weight"):
+            values = values.reshape(-1, 3, facts.patch, facts.patch)
+        elif size and size[0] == 2 * facts.positions:
+            values = values.reshape(2, facts.positions, -1)
+        writer.add_tensor(stored, values if floats else values.view(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write(name: str, path: Path) -> None:
@@ -574,6 +648,10 @@ def main() -> None:
     for name in options.names:
         if name.endswith(".assistant"):
             write_assistant(SHAPES[name.removesuffix(".assistant")], options.into / name)
+            continue
+        if name.endswith(".mmproj"):
+            own = name.removesuffix(".mmproj")
+            write_tower(own, options.into / f"mmproj-{own}.gguf")
             continue
         path = options.into / (
             f"mtp-{name.removesuffix('.mtp')}.gguf" if name.endswith(".mtp") else f"{name}.gguf"

@@ -7,7 +7,7 @@ from typing import Final
 from edgespec_models.bundles.static_graphs import ExportDevice
 
 RECIPES: Final[Mapping[ExportDevice | None, int]] = MappingProxyType(
-    {None: 24, "cuda": 13, "npu-qnn": 9, "npu-openvino": 9}
+    {None: 25, "cuda": 13, "npu-qnn": 9, "npu-openvino": 9}
 )
 """The recipe of exports for each device; None is the CPU.
 

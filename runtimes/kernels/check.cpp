@@ -409,6 +409,44 @@ void add_attentions(Cases& cases) {
   for (const auto& [head_dim, value_dim] : bytes) add(Cells::bytes, head_dim, value_dim);
 }
 
+// Queries of a head whose rows all see each other.
+void attend_all(const Kernels& kernels, Random& random, int64_t count, int64_t rows, int64_t groups, Results& results) {
+  const int64_t tiles = (groups + 3) / 4, blocks = (rows + kTokens - 1) / kTokens, bytes = full_key_bytes(groups);
+  std::vector<uint8_t> codes(static_cast<size_t>(count * groups * 4)), keys(static_cast<size_t>(blocks * 2 * bytes));
+  std::vector<uint8_t> values(static_cast<size_t>(blocks * tiles * kTokens * kLanes));
+  for (uint8_t& code : codes) code = static_cast<uint8_t>(1 + random.below(127));
+  for (auto* all : {&keys, &values})
+    for (uint8_t& code : *all) code = static_cast<uint8_t>(random.below(255) - 127);
+  for (int64_t tile = 0; tile < 2 * blocks; tile++)
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const int32_t sum = random.below(1 << 16) - (1 << 15);
+      const float scale = random.real() * 0.01f;
+      uint8_t* end = keys.data() + (tile + 1) * bytes - 2 * kLine + 4 * lane;
+      std::memcpy(end, &sum, sizeof sum);
+      std::memcpy(end + kLine, &scale, sizeof scale);
+    }
+  std::vector<float> scales = random.reals(count, 0.01f), sums(static_cast<size_t>(count * tiles * kLanes));
+  if (count > 3) scales[3] = kNothing;
+  std::vector<float> totals(scales.size());
+  kernels.attend_all({codes.data(), scales.data(), count, groups, keys.data(), values.data(), rows, tiles, sums.data(),
+                      totals.data()});
+  for (int64_t i = 0; i < count; i++) {
+    results.add(totals[static_cast<size_t>(i)]);
+    for (int64_t n = 0; n < tiles * kLanes; n++)
+      results.add(sums[static_cast<size_t>(i * tiles * kLanes + n)] / totals[static_cast<size_t>(i)]);
+  }
+}
+
+void add_full_attentions(Cases& cases) {
+  for (const int64_t count : {1, 5, 13, 48})
+    for (const int64_t rows : {1, 40, 511, 1100})
+      for (const int64_t groups : {1, 16, 18})
+        cases.push_back({text("attend all, queries", count) + text(", rows", rows) + text(", groups", groups),
+                         [=](const Kernels& kernels, Random& random, Results& results) {
+                           attend_all(kernels, random, count, rows, groups, results);
+                         }});
+}
+
 // ---- Delta nets ----------------------------------------------------------------------------------------
 
 void add_convolutions(Cases& cases) {
@@ -599,6 +637,7 @@ int check() {
   add_gathers(cases);
   add_narrowings(cases);
   add_attentions(cases);
+  add_full_attentions(cases);
   add_convolutions(cases);
   add_gates(cases);
   add_states(cases);

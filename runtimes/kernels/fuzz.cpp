@@ -395,8 +395,15 @@ void fill_head_gate(Choices& choices, OrtKernelInfo& node) {
   if (choices.below(2)) node.numbers["softplus"] = 1;
 }
 
+void fill_full_attention(Choices& choices, OrtKernelInfo& node) {
+  const int64_t heads = 1 + choices.below(3), head_dim = 1 + choices.below(33), rows = 3 * choices.below(200);
+  for (int i = 0; i < 3; i++) add(choices, node, {1, rows, heads * head_dim});
+  node.numbers = {{"heads", choices.number(heads)}};
+  node.reals = {{"scale", choices.rarely() ? NAN : 0.25f}};
+}
+
 constexpr std::pair<std::string_view, void (*)(Choices&, OrtKernelInfo&)> kFill[] = {
-    {"Linear", fill_linear}, {"Attention", fill_attention<>},
+    {"Linear", fill_linear}, {"Attention", fill_attention<>}, {"FullAttention", fill_full_attention},
     {"Attention8", fill_attention<Cells::bytes>}, {"Embedding", fill_embedding}, {"Choose", fill_logits},
     {"Delta", fill_delta}, {"Mamba", fill_mamba}, {"ShortConv", fill_convolution}, {"Experts", fill_experts},
     {"LayerInputs", fill_layer_inputs}, {"InputGate", fill_input_gate}, {"Cap", fill_logits},

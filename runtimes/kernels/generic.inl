@@ -7,6 +7,7 @@
 //     half(pointer)            16 float16 as F
 //     look_up(table, places)   for each byte, which is below 16, the byte there of 16
 //     pack(first, last, y)     32 numbers of 16 bits in the set's form
+//     add_bytes(sums, codes, four)   for 16 lanes, plus the products of four signed bytes of each with four up to 127
 //     code_products<M>(lines, queries, step, sums)   sums of 32 products of 8 bits and 16, for 16 lanes, whose bytes lie
 //                              in 8 lines; the codes of a query are `step` behind those of the one before
 //
@@ -150,12 +151,12 @@ void normalize(const float* x, const float* gain, float epsilon, int64_t width, 
 inline F magnitudes(F v) { return v < 0.0f ? -v : v; }
 
 inline float largest_lane(F v) {
-  float lanes[kLanes], four[4];
-  store(lanes, v);
-  for (int i = 0; i < 8; i++) lanes[i] = lanes[i] > lanes[i + 8] ? lanes[i] : lanes[i + 8];
-  for (int i = 0; i < 4; i++) four[i] = lanes[i] > lanes[i + 4] ? lanes[i] : lanes[i + 4];
-  for (int i = 0; i < 2; i++) four[i] = four[i] > four[i + 2] ? four[i] : four[i + 2];
-  return four[0] > four[1] ? four[0] : four[1];
+  const auto larger = [](auto a, auto b) { return a > b ? a : b; };
+  const auto eight = larger(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+  const auto four = larger(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+  const auto two = larger(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+  return two[0] > two[1] ? two[0] : two[1];
 }
 
 // Rounds 16 activations to steps; `per_unit` steps are 1. In a row without steps all are zeros, because numbers that
@@ -239,6 +240,8 @@ void dots(const float* x, int64_t rows, const float* vectors, int64_t count, int
 }
 
 #include "attention.inl"
+
+#include "full_attention.inl"
 
 #include "delta.inl"
 

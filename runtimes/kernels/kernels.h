@@ -142,6 +142,24 @@ inline int64_t score_stride(Cells cells, int64_t tokens) {
   return ((tokens + step - 1) / step * step / kLanes | 1) * kLanes;
 }
 
+// Queries of a head whose rows all see each other, and the head's keys and values, rounded.
+struct FullQueries {
+  static constexpr int kZero = 64;  // added to the codes of queries, so that all are 1 to 127
+
+  const uint8_t* codes;   // (count, groups, 4): a group is of four channels
+  const float* scales;    // (count)
+  int64_t count, groups;
+  // Of 16 keys each (groups, 16, 4) codes, minus kZero times their sums (16), int32, and scales (16).
+  const uint8_t* keys;
+  const uint8_t* values;  // of 32 rows each (tiles, 8, 16, 4), where 4 are rows and 16 are channels
+  int64_t rows, tiles;    // of keys and values, and of 16 channels
+  float* sums;            // (count, 16 * tiles): written, of values' codes by shares
+  float* totals;          // (count): written, of shares
+};
+
+// Bytes of 16 keys.
+inline int64_t full_key_bytes(int64_t groups) { return (groups + 2) * kLine; }
+
 // A row's change of the state of a value head: state = decay * state + key delta'.
 struct Update {
   const float* key;    // (key_width)
@@ -182,6 +200,7 @@ struct Kernels {
   void (*dots)(const float* x, int64_t rows, const float* vectors, int64_t count, int64_t width, float* y,
                int64_t stride);
   void (*attend)(const Queries&);
+  void (*attend_all)(const FullQueries&);
   // Each channel's sum over `taps` rows of number times weight; weights are (taps, stride).
   void (*convolve)(const float* const* rows, int64_t taps, const float* weights, int64_t stride, int64_t count,
                    float* y);

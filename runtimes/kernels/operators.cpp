@@ -9,6 +9,7 @@
 #include "convolution.h"
 #include "delta.h"
 #include "experts.h"
+#include "full_attention.h"
 #include "gates.h"
 #include "head_linear.h"
 #include "linear.h"
@@ -108,8 +109,8 @@ struct DomainOf {
 };
 
 // Every operator, each from a header above.
-using Domain = DomainOf<Linear, HeadLinear, Experts, Attention, Attention8, HeadGate, Delta, Mamba, ShortConv, Embedding,
-                        LayerInputs, InputGate, Cap, Clusters, Choose>;
+using Domain = DomainOf<Linear, HeadLinear, Experts, Attention, Attention8, FullAttention, HeadGate, Delta, Mamba,
+                        ShortConv, Embedding, LayerInputs, InputGate, Cap, Clusters, Choose>;
 
 // Nothing says when ONNX Runtime no longer needs a domain, so none is freed, not even when the process ends. A domain
 // whose session is gone with all its kernels serves the next session with the same settings.

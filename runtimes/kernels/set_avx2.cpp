@@ -9,6 +9,17 @@ inline __m256i added_words(__m256i sum, __m256i words, __m256i others) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(words, others));
 }
 
+inline I add_bytes(I sums, B codes, int32_t four) {
+  Ints sum = __builtin_bit_cast(Ints, sums);
+  const Ints code = __builtin_bit_cast(Ints, codes);
+  for (int k = 0; k < 2; k++) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi32(four), code.v[k]);  // below 15 bits and a sign
+    sum.v[k] = _mm256_add_epi32(sum.v[k], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  together(sum);
+  return __builtin_bit_cast(I, sum);
+}
+
 template <class Format>
 inline I begin(const Activations& x, int half) {
   if constexpr (!kFits<Format> || Format::kZero == 0) return I{};

@@ -69,6 +69,14 @@ inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_
   }
 }
 
+inline I add_bytes(I sums, B codes, int32_t four) {
+  Ints sum = __builtin_bit_cast(Ints, sums);
+  const Bytes code = __builtin_bit_cast(Bytes, codes);
+  for (int k = 0; k < 4; k++)
+    sum.v[k] = vdotq_s32(sum.v[k], vreinterpretq_s8_u8(code.v[k]), vreinterpretq_s8_s32(vdupq_n_s32(four)));
+  return __builtin_bit_cast(I, sum);
+}
+
 inline int8x16_t four_times(const Activations& x, int group) {
   return vreinterpretq_s8_s32(vdupq_n_s32(four_of(x, group)));
 }

@@ -55,6 +55,12 @@ inline void code_products(const uint8_t* lines, const WordCodes* queries, int64_
   }
 }
 
+inline I add_bytes(I sums, B codes, int32_t four) {
+  for (int l = 0; l < kLanes; l++)
+    for (int i = 0; i < 4; i++) sums[l] += static_cast<int8_t>(codes[4 * l + i]) * (four >> 8 * i & 127);
+  return sums;
+}
+
 inline B look_up(const uint8_t* table, B places) {
   for (size_t i = 0; i < sizeof places; i++) places[i] = table[places[i]];
   return places;

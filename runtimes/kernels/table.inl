@@ -4,5 +4,5 @@
 #define EDGESPEC_TEXT(x) EDGESPEC_TEXT_(x)
 
 extern const Kernels kTable;
-const Kernels kTable = {EDGESPEC_TEXT(EDGESPEC_SET), normalize, quantize, project, dots, attend, convolve,
-                        decay, recur, multiply, cap, gather, largest, sum_exp};
+const Kernels kTable = {EDGESPEC_TEXT(EDGESPEC_SET), normalize, quantize, project, dots, attend,
+                        attend_all, convolve, decay, recur, multiply, cap, gather, largest, sum_exp};

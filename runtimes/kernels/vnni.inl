@@ -1,6 +1,10 @@
 // Products by vpdpbusd and vpdpwssd: over dot_bytes, dot_words, and both_words(a, b), which has the lower 16 bits
 // of a and, above them, the lower 16 bits of b.
 
+inline I add_bytes(I sums, B codes, int32_t four) {
+  return dot_bytes(sums, __builtin_bit_cast(B, all(four)), __builtin_bit_cast(I, codes));
+}
+
 template <class Format>
 inline I begin(const Activations& x, int half) {
   return all(x.negated_sums[half] * Format::kZero);

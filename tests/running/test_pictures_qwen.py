@@ -182,7 +182,7 @@ def test_choices_are_those_of_transformers(sees: Bundle, number: int) -> None:
     assert np.linalg.norm(at_places.logits[0] - known) > 0.15 * np.linalg.norm(known)
     logits[:, [kit.EOS, kit.MARKER]] = -np.inf
     same = logits.argmax(axis=1) == answer
-    assert same[leads > 0.2].all() and same.mean() > 0.6
+    assert same[leads > 0.25].all() and same.mean() > 0.6
 
 
 @pytest.mark.parametrize("number", NUMBERS)

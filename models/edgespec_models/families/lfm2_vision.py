@@ -134,7 +134,7 @@ class Lfm2Tower(Tower):
 
         y = b.layer_norm(x, width, f"{prefix}layer_norm1", epsilon=self.epsilon)
         qkv = [product(y, f"self_attn.{kind}_proj", width, width) for kind in "qkv"]
-        y = b.op("MultiHeadAttention", *qkv, num_heads=self.heads, domain="com.microsoft")
+        y = b.attention(*qkv, self.heads, (width // self.heads) ** -0.5)
         x = b.op("Add", x, product(y, "self_attn.out_proj", width, width))
         y = b.layer_norm(x, width, f"{prefix}layer_norm2", epsilon=self.epsilon)
         y = b.op("Gelu", product(y, "mlp.fc1", self.mlp_width, width), approximate="tanh")

@@ -163,8 +163,7 @@ class Qwen35Tower(Tower):
             for at in range(3)
         )
         query, key = (b.op("RotaryEmbedding", z, *tables, num_heads=self.heads) for z in (query, key))
-        facts: dict[str, Any] = {"num_heads": self.heads, "domain": "com.microsoft"}
-        y = b.op("MultiHeadAttention", query, key, value, **facts)
+        y = b.attention(query, key, value, self.heads, (width // self.heads) ** -0.5)
         x = b.op("Add", x, product(y, "attn.proj", width, width))
         y = b.layer_norm(x, width, f"{prefix}norm2", epsilon=self.epsilon)
         y = b.op("Gelu", product(y, "mlp.linear_fc1", self.mlp_width, width), approximate="tanh")

@@ -50,6 +50,10 @@ class Operations(ABC):
         ``name`` is the matrix's; that of the bias ends with ``bias`` instead of ``weight``.
         """
 
+    @abstractmethod
+    def attention(self, query: Any, key: Any, value: Any, heads: int, scale: float) -> Any:
+        """Attention among all rows, (1, n, width), of heads side by side; ``scale`` multiplies scores."""
+
     def reshape(self, x: Any, *shape: int) -> Any:
         """``x`` in another shape: 0 keeps a dimension, -1 is the rest."""
         return self.op("Reshape", x, self.constant(shape))

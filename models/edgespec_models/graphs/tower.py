@@ -19,7 +19,7 @@ _KINDS: Final = {"float": (FLOAT, np.float32), "int": (ir.DataType.INT64, np.int
 class _TowerGraph(Operations):
     """The graph under construction.
 
-    ``shapes`` are those of its weights in files. With ``exact`` products are ONNX Runtime's, in float32.
+    ``shapes`` are those of its weights in files. With ``exact`` operators are ONNX Runtime's, in float32.
     """
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -56,6 +56,13 @@ class _TowerGraph(Operations):
         weights = parameter(self.graph, name, [tile_bytes(tiles, rows, inputs)], ir.DataType.UINT8)
         facts: dict[str, Any] = {"inputs": inputs, "epsilon": 0.0, "gate": "", "parts": f"{tiles}:{rows}"}
         return self.op("Linear", x, None, added, None, None, weights, domain=DOMAIN, **facts)
+
+    def attention(self, query: Any, key: Any, value: Any, heads: int, scale: float) -> Any:
+        rows = query, key, value
+        if self._exact:
+            facts: dict[str, Any] = {"num_heads": heads, "scale": scale, "domain": "com.microsoft"}
+            return self.op("MultiHeadAttention", *rows, **facts)
+        return self.op("FullAttention", *rows, heads=heads, scale=scale, domain=DOMAIN)
 
 
 def padded(columns: int) -> int:
