@@ -241,13 +241,14 @@ inline void finish(const Projection& p, const Place& at, int64_t row, int64_t ro
   }
 }
 
+// Some rows meet all tiles before the next rows do: tiles of a piece stay in a near cache, where many rows do not fit.
 void project(const Projection& p, int64_t first, int64_t last) {
   const int64_t half_parts = p.part_count / 2;
   const bool gated = has_factor(p.gate);
-  for (int64_t tile = first; tile < last; tile++) {
-    const Place at = place_of(p, tile);
-    for (int64_t row = 0; row < p.rows; row += kAtOnce) {
-      const int64_t rows = p.rows - row < kAtOnce ? p.rows - row : kAtOnce;
+  for (int64_t row = 0; row < p.rows; row += kAtOnce) {
+    const int64_t rows = p.rows - row < kAtOnce ? p.rows - row : kAtOnce;
+    for (int64_t tile = first; tile < last; tile++) {
+      const Place at = place_of(p, tile);
       F sums[kAtOnce], others[kAtOnce];
       multiply(p, *at.part, at.tile, row, rows, sums);
       if (gated) multiply(p, at.part[half_parts], at.tile, row, rows, others);
