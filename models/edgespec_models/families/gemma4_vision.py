@@ -145,7 +145,9 @@ class Gemma4Tower(_Gemma4Pictures):
             made = b.rms_norm(made, self.head_dim, gain, epsilon=self.epsilon)
             made = made if kind == "v" else self._rotated(b, made, tables)
             heads.append(b.reshape(made, 1, -1, inner))
-        y = product(b.attention(*heads, self.heads, 1.0), "self_attn.o_proj", self.hidden_size, inner)
+        query, key, value = heads
+        y = b.attention(query, key, value, self.heads, 1.0)
+        y = product(y, "self_attn.o_proj", self.hidden_size, inner)
         x = b.op("Add", x, norm(y, "post_attention_layernorm"))
         y = norm(x, "pre_feedforward_layernorm")
         gate, up = (product(y, f"mlp.{k}_proj", self.mlp_width, self.hidden_size) for k in ("gate", "up"))

@@ -133,8 +133,8 @@ class Lfm2Tower(Tower):
             return b.linear(x, f"{prefix}{name}.weight", rows, columns, bias=True)
 
         y = b.layer_norm(x, width, f"{prefix}layer_norm1", epsilon=self.epsilon)
-        qkv = [product(y, f"self_attn.{kind}_proj", width, width) for kind in "qkv"]
-        y = b.attention(*qkv, self.heads, (width // self.heads) ** -0.5)
+        query, key, value = (product(y, f"self_attn.{kind}_proj", width, width) for kind in "qkv")
+        y = b.attention(query, key, value, self.heads, (width // self.heads) ** -0.5)
         x = b.op("Add", x, product(y, "self_attn.out_proj", width, width))
         y = b.layer_norm(x, width, f"{prefix}layer_norm2", epsilon=self.epsilon)
         y = b.op("Gelu", product(y, "mlp.fc1", self.mlp_width, width), approximate="tanh")
