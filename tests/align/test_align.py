@@ -295,7 +295,7 @@ def test_a_drafter_of_the_catalogue_has_its_alignment(
     monkeypatch.setattr(catalog, "_FOLDER", tmp_path)
     monkeypatch.setattr(first_use, "find", known.get)
     monkeypatch.setattr(first_use, "pull", lambda *_, **__: source)
-    monkeypatch.setattr("edgespec.loading.first_use.locate", lambda *_: (source, known["aligned"]))
+    monkeypatch.setattr("edgespec.loading.first_use.locate", lambda *_, native: (source, known["aligned"]))
     first, second, again = (open_model(name, "drafter") for name in ("plain", "aligned", "aligned"))
     assert first.path.name == f"d-{digest[:8]}-drafter-exact-r{RECIPES[None]}"
     assert aligned.sha256[:8] in second.path.name and again.path == second.path
