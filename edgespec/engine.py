@@ -162,7 +162,8 @@ def load(
     if drafter == "auto":
         from edgespec.loading.drafters import choose
 
-        drafter = None if target_bundle.embeds or target_bundle.ranks else choose(target_bundle, target)
+        makes_no_text = target_bundle.embeds or target_bundle.ranks
+        drafter = None if makes_no_text else choose(target_bundle, target, in_bytes=options.kv == "8bit")
     drafter_bundle, drafter_placement, learner = None, None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)

@@ -31,18 +31,20 @@ _WORTH: Final = 1.2  # times plain decoding; below that, a drafter model is not 
 _LOG: Final = logging.getLogger("edgespec")
 
 
-def choose(target: Bundle, reference: Reference) -> str:
+def choose(target: Bundle, reference: Reference, *, in_bytes: bool = False) -> str:
     """Choose the drafter for ``target``, which ``reference`` named. The log says why, and what is missing.
 
     For a model with a name the drafter is fetched, like the model. For a user's own file or folder nothing is
-    fetched without being asked for.
+    fetched without being asked for. ``in_bytes`` is as in :func:`recommended`.
     """
     n_bytes, provenance = target.manifest.size_bytes, target.manifest.provenance
     layer, of_heads = None, ""
     if target.manifest.operators == "edgespec":  # others return no states
         layer = first_use.mtp_layer(target.config, provenance.get("left_out"), reference)
         of_heads = str(reference)
-    name, speed = recommended(target.config, n_bytes, provenance.get("sha256"), of_heads, layer)
+    name, speed = recommended(
+        target.config, n_bytes, provenance.get("sha256"), of_heads, layer, in_bytes=in_bytes
+    )
     if layer is not None and name == str(layer):
         _LOG.info("the MTP layer in %s drafts for %s: %.1f times as fast", name, reference, speed)
         return name
@@ -69,11 +71,13 @@ def recommended(
     digest: object = None,
     reference: str = "",
     layer: Path | None = None,
+    *,
+    in_bytes: bool = False,
 ) -> tuple[str, float]:
     """The best drafter for a target of this size in bytes, and the speedup of decoding expected from it.
 
     ``digest`` is the SHA-256 of the file that the target was made of, ``reference`` what heads call it if it
-    returns states, ``layer`` where its MTP layer is.
+    returns states, ``layer`` where its MTP layer is. ``in_bytes``: it keeps keys and values in 8 bits.
     """
     catalogue = entries().values()
     known = next((entry for entry in catalogue if entry.sha256 == digest), None)
@@ -97,7 +101,7 @@ def recommended(
     promised |= {
         name: expected_speed(head.acceptance, head.step_bytes / n_bytes, in_blocks=head.in_blocks)
         for name, head in hub_heads().items()
-        if reference in head.targets and pulled_path(name)
+        if reference in head.targets and pulled_path(name) and not (in_bytes and head.reads_cache)
     }
     if layer is not None and isinstance(shape, Transformer):
         promised[str(layer)] = expected_speed(_MTP, mtp_price(shape))

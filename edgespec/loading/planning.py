@@ -77,7 +77,9 @@ def plan(
     if adapters:
         first = replace(first, name=" + ".join((first.name, *adapters)))
     if drafter == "auto":
-        drafter = _drafter_of(located, first.export_bytes, str(target), portable=not options.native)
+        drafter = _drafter_of(
+            located, first.export_bytes, str(target), portable=not options.native, in_bytes=kv == "8bit"
+        )
         if Path(target).exists() and not (Path(drafter).exists() or pulled_path(drafter)):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
@@ -125,7 +127,9 @@ def look_up(reference: Reference, options: ExportOptions) -> Found | HubName:
     return first_use.found_at(path, str(reference), options)
 
 
-def _drafter_of(target: Found | HubName, n_bytes: int, reference: str, *, portable: bool) -> str:
+def _drafter_of(
+    target: Found | HubName, n_bytes: int, reference: str, *, portable: bool, in_bytes: bool
+) -> str:
     """The drafter that ``"auto"`` would choose, by the bundle, the catalogue, or the file and its export."""
 
     def layer(shape: DecoderShape, facts: Mapping[str, str]) -> Path | None:
@@ -148,7 +152,8 @@ def _drafter_of(target: Found | HubName, n_bytes: int, reference: str, *, portab
             config, own = checkpoint.config, layer(checkpoint.config, checkpoint.changes)
             if checkpoint.n_bytes in {entry.size_bytes for entry in entries().values()}:
                 digest = checkpoint.digest(ignore_progress)
-    return drafters.recommended(config, n_bytes, digest, "" if portable else reference, own)[0]
+    heads_of = "" if portable else reference
+    return drafters.recommended(config, n_bytes, digest, heads_of, own, in_bytes=in_bytes)[0]
 
 
 def footprint(model: Found | HubName, options: ExportOptions) -> Footprint:

@@ -59,6 +59,15 @@ def test_a_head_drafts_for_its_own_target_where_it_was_pulled_and_promises_more(
     }
 
 
+@pytest.mark.usefixtures("all_pulled")
+def test_an_assistant_does_not_draft_where_it_cannot_read_the_cache() -> None:
+    model = hub_names()["gemma-4-e2b-it"]
+    facts = shape(model.architecture, model.vocabulary), model.size_bytes
+    names = [recommended(*facts, reference=model.name, in_bytes=kv)[0] for kv in (False, True)]
+    assert names[0] == "hf:google/gemma-4-E2B-it-assistant" != names[1]
+    assert all(head.reads_cache == ("assistant" in name) for name, head in hub_heads().items())
+
+
 def test_heads_are_of_known_models() -> None:
     for reference, head in hub_heads().items():
         assert on_hub(reference) is not None and all(on_hub(name) is not None for name in head.targets)
@@ -82,7 +91,7 @@ def test_expected_speed_is_that_of_the_best_length() -> None:
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
     """A tiny bundle for which a drafter that is not here is recommended."""
-    monkeypatch.setattr(drafters, "recommended", lambda *args: ("qwen3-0.6b", 2.0))
+    monkeypatch.setattr(drafters, "recommended", lambda *args, in_bytes: ("qwen3-0.6b", 2.0))
     return tiny_bundle(tmp_path / "bundle").bundle
 
 

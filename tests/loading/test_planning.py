@@ -216,7 +216,7 @@ def test_for_a_file_a_drafter_that_is_not_here_is_not_planned(
 ) -> None:
     sizes: list[int] = []
 
-    def one_that_is_not_here(_: object, n_bytes: int, *facts: object) -> tuple[str, float]:
+    def one_that_is_not_here(_: object, n_bytes: int, *facts: object, in_bytes: bool) -> tuple[str, float]:
         sizes.append(n_bytes)
         return "qwen3-8b", 2.0
 

@@ -177,13 +177,15 @@ class HubHead:
     """A head on the hub, for the ``targets`` with these names or references.
 
     ``acceptance`` is the published rate for a drafted token. ``step_bytes`` are the bytes that a step reads,
-    rounded. With ``in_blocks`` a step drafts all tokens of a draft.
+    rounded. With ``in_blocks`` a step drafts all tokens of a draft; with ``reads_cache`` it reads its
+    target's keys and values, in 16 bits.
     """
 
     targets: Annotated[tuple[str, ...], length(1)]
     acceptance: Annotated[float, within(0, 1)]
     step_bytes: _Amount
     in_blocks: bool = False
+    reads_cache: bool = False
 
 
 @cache
