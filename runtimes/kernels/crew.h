@@ -201,6 +201,7 @@ class Crew {
     new (&sleep_) std::mutex;
     new (&wake_) std::condition_variable;
     inside_ = asleep_ = 0;
+    started_ = 0;
     job_ += job_ % 2;
     hired_ = false;
     forks_ = forks.load();
@@ -213,6 +214,8 @@ class Crew {
       for (size_t t = 1; t < shares_.size(); t++) helpers_.emplace_back([this, t] { help(t); });
     } catch (const std::exception&) {  // the crew has as many helpers as the system gives
     }
+    // The first thread holds a lock of the C++ library while it starts. A process forked meanwhile would wait for it.
+    while (started_ < static_cast<int64_t>(helpers_.size())) std::this_thread::yield();
   }
 
   // Takes a free piece, first from thread `t`'s share; -1 if no piece is left.
@@ -234,6 +237,7 @@ class Crew {
   }
 
   void help(size_t t) {
+    started_++;
     Manners manners;
     if (low_) lower_priority();
     Clock::time_point offered = Clock::now();
@@ -279,6 +283,7 @@ class Crew {
   bool hired_ = false;
   std::atomic<int64_t> forks_ = forks.load();  // as of its helpers' process
   std::vector<std::thread> helpers_;
+  std::atomic<int64_t> started_ = 0;
 
   // The job, which does not change while a helper is inside.
   void (*piece_)(const void*, int64_t) = nullptr;
