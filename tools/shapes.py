@@ -23,7 +23,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
-from edgespec_models.families.gemma4_vision import GEMMA4_VISION, Gemma4Tower
+from edgespec_models.families.gemma4_vision import (
+    GEMMA4_EMBEDDER,
+    GEMMA4_VISION,
+    Gemma4Embedder,
+    Gemma4Tower,
+)
 from edgespec_models.families.qwen3_5_vision import QWEN35_VISION, Qwen35Tower
 from edgespec_models.families.towers import Tower, TowerFamily
 from edgespec_models.graphs.tower import build_tower
@@ -105,6 +110,14 @@ def _gemma4(layers: int, every: int, shared: int, mlp: int, wide: int) -> dict[s
     return facts | {"rope.dimension_count": 512, "rope.dimension_count_swa": 256}
 
 
+_GEMMA_12B = _gemma4(48, 6, 0, 15_360, 15_360) | {
+    "attention.sliding_window": 1024,
+    "attention.head_count_kv": [8, 8, 8, 8, 8, 1] * 8,
+    "embedding_length_per_layer_input": 0,
+}
+"""Gemma 4 12B, whose layers that see all have one head of keys, which are values too."""
+
+
 def _experts(count: int, used: int, width: int, **more: Any) -> dict[str, Any]:
     """The keys of layers of experts."""
     facts = {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
@@ -175,6 +188,7 @@ SHAPES = {
     "gemma-4-e4b": Shape(
         "gemma4", 42, 2560, 10_240, 8, 2, 512, 262_144, 1e6, _gemma4(42, 6, 18, 10_240, 10_240)
     ),
+    "gemma-4-12b": Shape("gemma4", 48, 3840, 15_360, 16, 8, 512, 262_144, 1e6, _GEMMA_12B),
     "phi-4-mini": Shape("phi3", 32, 3072, 8192, 24, 8, 128, 200_064, 1e4, _LONG),
     "qwen3.5-0.8b": Shape("qwen35", 24, 1024, 3584, 8, 2, 256, 248_320, 1e7, _delta_nets(16)),
     "qwen3.5-4b": Shape("qwen35", 32, 2560, 9216, 16, 4, 256, 248_320, 1e7, _delta_nets(32)),
@@ -206,15 +220,21 @@ SHAPES = {
     "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
 }
 _IN_QWEN = {"patch": 16, "merged": 2, "positions": 48, "frames": True, "epsilon": 1e-6, "theta": 1e4}
-_IN_GEMMA = {"patch": 16, "pool": 3, "positions": 10_240, "in_gguf": True, "epsilon": 1e-6, "theta": 100.0}
+_IN_GEMMA = {"patch": 16, "pool": 3, "positions": 10_240, "in_gguf": True, "epsilon": 1e-6}
 _SMALL = {"hidden_size": 768, "mlp_width": 3072, "heads": 12, "marker": 0}
 
 
 def _gemma4_tower(width: int) -> tuple[TowerFamily, Tower]:
-    facts: dict[str, Any] = _SMALL | _IN_GEMMA | {"num_layers": 16, "head_dim": 64, "clipped": True}
+    facts: dict[str, Any] = _SMALL | _IN_GEMMA | {"num_layers": 16, "head_dim": 64}
+    facts |= {"clipped": True, "theta": 100.0}
     return GEMMA4_VISION, Gemma4Tower(
         architecture=GEMMA4_VISION.name, width=width, standardized=False, **facts
     )
+
+
+def _gemma4_embedder(width: int) -> tuple[TowerFamily, Tower]:
+    facts: dict[str, Any] = _IN_GEMMA | {"hidden_size": width, "positions": 1120, "marker": 0}
+    return GEMMA4_EMBEDDER, Gemma4Embedder(architecture=GEMMA4_EMBEDDER.name, width=width, **facts)
 
 
 def _qwen_tower(width: int, layers: int, **sizes: int) -> tuple[TowerFamily, Tower]:
@@ -229,6 +249,7 @@ TOWERS = {
     "qwen3.5-4b": _qwen_tower(2560, 24, hidden_size=1024, mlp_width=4096, heads=16),
     "gemma-4-e2b": _gemma4_tower(1536),
     "gemma-4-e4b": _gemma4_tower(2560),
+    "gemma-4-12b": _gemma4_embedder(3840),
 }
 _MARKERS = {
     "qwen35": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
@@ -264,10 +285,10 @@ def tensors(shape: Shape) -> Tensors:
     if shape.architecture == "llama":
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
     if shape.architecture == "gemma4":
-        width = shape.layers * shape.facts["embedding_length_per_layer_input"]
-        yield "per_layer_token_embd.weight", (shape.vocabulary, width), "Q4_K"
-        yield "per_layer_model_proj.weight", (width, shape.hidden), "Q8_0"
-        yield "per_layer_proj_norm.weight", (width // shape.layers,), "F32"
+        if width := shape.layers * shape.facts["embedding_length_per_layer_input"]:
+            yield "per_layer_token_embd.weight", (shape.vocabulary, width), "Q4_K"
+            yield "per_layer_model_proj.weight", (width, shape.hidden), "Q8_0"
+            yield "per_layer_proj_norm.weight", (width // shape.layers,), "F32"
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
     if shape.architecture == "phi3":
         for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
@@ -369,13 +390,17 @@ def _gemma4_layer(shape: Shape, layer: int, dear: str) -> Tensors:
     mlp, inputs = facts["feed_forward_length"][layer], facts["embedding_length_per_layer_input"]
     yield from (("attn_q", (shape.heads * head, hidden), "Q4_K"), ("attn_q_norm", (head,), "F32"))
     if layer < shape.layers - facts["attention.shared_kv_layers"]:
-        yield from ((name, (shape.kv_heads * head, hidden), "Q4_K") for name in ("attn_k", "attn_v"))
+        kv_heads = facts.get("attention.head_count_kv", [shape.kv_heads] * shape.layers)[layer]
+        for name in ("attn_k", "attn_v")[: 1 if kv_heads == 1 < shape.kv_heads else 2]:
+            yield name, (kv_heads * head, hidden), "Q4_K"
         yield "attn_k_norm", (head,), "F32"
     yield "attn_output", (hidden, shape.heads * head), "Q4_K"
     yield from ((name, (mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
     yield "ffn_down", (hidden, mlp), dear
-    yield from (("inp_gate", (inputs, hidden), "Q8_0"), ("proj", (hidden, inputs), "Q8_0"))
-    norms = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "post_norm")
+    if inputs:
+        yield from (("inp_gate", (inputs, hidden), "Q8_0"), ("proj", (hidden, inputs), "Q8_0"))
+        yield "post_norm", (hidden,), "F32"
+    norms = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm")
     yield from ((name, (hidden,), "F32") for name in norms)
     yield "layer_output_scale", (1,), "F32"
 
@@ -533,9 +558,9 @@ def write_tower(name: str, path: Path) -> None:
         writer.add_bool(f"clip.{key}", True)
     numbers = {
         "embedding_length": facts.hidden_size,
-        "feed_forward_length": facts.mlp_width,
-        "block_count": facts.num_layers,
-        "attention.head_count": facts.heads,
+        "feed_forward_length": getattr(tower, "mlp_width", 0),
+        "block_count": getattr(tower, "num_layers", 0),
+        "attention.head_count": getattr(tower, "heads", 0),
         "projection_dim": tower.width,
         "patch_size": facts.patch,
         "image_size": 768,
@@ -552,7 +577,7 @@ def write_tower(name: str, path: Path) -> None:
         values = weights(stored, size or (1,), kind, seed)
         if not size:
             values *= -100 if stored.endswith("min") else 100
-        if stored.startswith("v.patch_embd.weight"):
+        if stored.startswith("v.patch_embd.weight") and family is not GEMMA4_EMBEDDER:
             values = values.reshape(-1, 3, facts.patch, facts.patch)
         elif size and size[0] == 2 * facts.positions:
             values = values.reshape(2, facts.positions, -1)

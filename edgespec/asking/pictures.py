@@ -77,8 +77,8 @@ class Pictures:
     Keys and values are kept under a row's token. So each row of a picture has a negative name, of the
     picture, its budget, the tower and the row: two pictures never share them, and the same one does.
 
-    ``see`` makes the vectors of a picture, float32 (rows, width), for a name, the picture, its budget, and
-    the number of its rows.
+    ``see`` makes the vectors of a picture, float32 (rows, width), for a name, the picture, its budget, the
+    number of its rows, and a function that says whether to stop.
 
     Attributes:
         tokens: the tokens of the prompt, with names in place of markers.
@@ -89,7 +89,7 @@ class Pictures:
         tokens: Sequence[int],
         images: Sequence[Image],
         bundle: Bundle,
-        see: Callable[[str, Image, int, int], _Vectors],
+        see: Callable[[str, Image, int, int, Callable[[], bool]], _Vectors],
     ) -> None:
         tower = bundle.manifest.vision
         assert tower is not None  # or its prompts would have no pictures
@@ -153,7 +153,7 @@ class Pictures:
         tokens, vectors = [*named, *rows.tokens[len(named) :]], self.vectors(start, end)
         return replace(rows, tokens=tokens, vectors=vectors, positions=self.positions(start - 1, end - 1))
 
-    def vectors(self, start: int, end: int) -> _Vectors | None:
+    def vectors(self, start: int, end: int, stop: Callable[[], bool] = lambda: False) -> _Vectors | None:
         """The vectors of rows from ``start`` to before ``end``; None if none is of a picture.
 
         Raises as :meth:`edgespec_runtimes.vision.VisionSession.vectors` does.
@@ -164,7 +164,7 @@ class Pictures:
             if first < last:
                 if number not in self._vectors:
                     name, budget, rows = self._known[number]
-                    self._vectors[number] = self._see(name, self._images[number], budget, rows)
+                    self._vectors[number] = self._see(name, self._images[number], budget, rows, stop)
                 behind = row - places.start
                 parts.append(self._vectors[number][behind + first : behind + last])
         return np.concatenate(parts) if parts else None

@@ -235,6 +235,8 @@ def _fact_table(result: Mapping[str, Any]) -> "Table":
     table.add_row("a pass over n tokens, ms", ", ".join(curve))
     if result["drafter_step_ms"] is not None:
         table.add_row("a drafter step, ms", number(result["drafter_step_ms"]))
+    if result["drafter_share"]:
+        table.add_row("time of decoding that drafts take", f"{result['drafter_share']:.1%}")
     table.add_row("weights read in plain decoding", f"{number(result['gigabytes_per_second']['plain'])} GB/s")
     table.add_row("prompts", f"{number(result['prompt_tokens_per_second'])} tokens/s")
     table.add_row("peak memory", size(result["peak_memory_bytes"]))

@@ -13,7 +13,6 @@ from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.kv_cache import shared_length
 
-_CONTEXT_BYTES = 24
 _MAX_CONTEXT_BYTES = 96
 
 
@@ -195,12 +194,12 @@ def encode_after(tokenizer: Tokenizer, context: bytes, data: bytes) -> list[int]
 
 
 def safe_start(text: bytes | bytearray, ends: Sequence[int], before: int) -> int:
-    """A token border some bytes before ``before`` at which a word begins; 0 if there is none near.
+    """The last token border before ``before`` at which a word begins; 0 if there is none near.
 
     Encoding from there gives the tokens of the whole text, but for rare merges.
     """
     low = max(0, before - _MAX_CONTEXT_BYTES)
-    for index in range(bisect_right(ends, before - _CONTEXT_BYTES) - 1, -1, -1):
+    for index in range(bisect_left(ends, before) - 1, -1, -1):
         end = ends[index]
         if end < low:
             return end

@@ -269,11 +269,12 @@ def _latency(pairs: Sequence[Pair], sides: Mapping[str, Sequence[GenerationStats
 
 
 def _costs(model: "Model", sides: Mapping[str, Sequence[GenerationStats]]) -> dict[str, Any]:
-    per_pass, step = model.target.manifest.bytes_per_pass, model.drafter_step_s
+    per_pass, step, drafted = model.target.manifest.bytes_per_pass, model.drafter_step_s, sides["speculative"]
     curve = sorted(model.cost_curve.seconds_by_rows.items())
     return {
         "cost_curve": [{"n": rows, "ms": seconds * 1e3} for rows, seconds in curve],
         "drafter_step_ms": None if step is None else step * 1e3,
+        "drafter_share": _ratio(sum(s.drafter_s for s in drafted), sum(s.decode_s for s in drafted)),
         "bytes_per_pass": per_pass,
         "gigabytes_per_second": {
             name: _ratio(per_pass * sum(s.rounds - 1 for s in stats) / 1e9, sum(s.target_s for s in stats))

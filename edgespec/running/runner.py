@@ -1,6 +1,7 @@
 """The loaded models of requests: their prompts, passes, and the data kept between requests."""
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -147,14 +148,16 @@ class Runner:
             pictures = Pictures(tokens, images, self.target, see)
         return PromptTokens(tokens, drafters, state, hole, predicted, record, pictures)
 
-    def _see(self, name: str, image: Image, budget: int, rows: int, *, on_disk: bool) -> Floats:
-        """The vectors of a picture, kept or made now."""
+    def _see(
+        self, name: str, image: Image, budget: int, rows: int, stop: Callable[[], bool], *, on_disk: bool
+    ) -> Floats:
+        """The vectors of a picture, kept or made now; Cancelled if ``stop`` says so."""
         tower = self.target.manifest.vision
         assert tower is not None  # its prompts have pictures
         shape, model = (rows, tower.width), self.session.model
 
         def make() -> Floats:
-            made = self._vision.vectors(image.pixels, budget)
+            made = self._vision.vectors(image.pixels, budget, stop)
             give_back()
             return made
 

@@ -12,7 +12,7 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
 from edgespec.running.ticket import Ticket
 from edgespec.running.verifier import Verifier
-from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.errors import Cancelled, EdgespecError, RequestError
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Floats, Predictions, joined
 from edgespec_runtimes.session import Rows, Session
@@ -112,7 +112,11 @@ class Sequence:
             end = max(end, self._pictures.end(start, end))
         self.session.prepare(min(end, self._end))
         if self._pictures is not None:
-            self._pictures.vectors(start, end)
+            try:
+                self._pictures.vectors(start, end, lambda: not self.is_live or self.ticket.has_to_end())
+            except Cancelled:
+                if self.is_live:
+                    self.stop(self.ticket.interruption or "cancelled")
 
     def propose(self, prices: Prices) -> Rows | None:
         """Begin to draft; the rows that a drafter has to read next, or None if :attr:`draft` is complete."""

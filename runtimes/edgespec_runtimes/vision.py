@@ -1,15 +1,20 @@
 """A tower on the CPU: pictures become vectors."""
 
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import VISION, Bundle
-from edgespec_models.errors import BundleError, DeviceError, require
+from edgespec_models.errors import BundleError, Cancelled, DeviceError, require
 from edgespec_models.families.towers import Pixels
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
+
+_LOOK_S: Final = 0.2  # between two questions whether a run shall stop
 
 
 class VisionSession:
@@ -26,14 +31,15 @@ class VisionSession:
         # Its operators and ONNX Runtime's take turns on the same cores, so neither may wait busily.
         quiet = replace(options, spinning=False, huge_pages=False)
         self._session = open_graph(self._path, quiet, native=True, both=True)
-        self._freeing = ort.RunOptions()  # hundreds of megabytes of activations after each picture
-        self._freeing.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
-    def vectors(self, pixels: Pixels, budget: int) -> npt.NDArray[np.float32]:
+    def vectors(
+        self, pixels: Pixels, budget: int, stop: Callable[[], bool] = lambda: False
+    ) -> npt.NDArray[np.float32]:
         """The vectors of a picture, float32 ``(n, width)``, at most ``budget``.
 
         Raises:
             BundleError: ONNX Runtime cannot run the graph.
+            Cancelled: ``stop``, which is called a few times a second, was true.
             DeviceError: not enough memory.
         """
         require("a prompt with pictures", "images", "PIL.Image")
@@ -48,10 +54,24 @@ class VisionSession:
                     resized[view.size] = np.asarray(Image.fromarray(pixels).resize((wide, high), way))
                 top, left, high, wide = view.box or (0, 0, *view.size)
                 seen = resized[view.size][top : top + high, left : left + wide]
-                inputs = dict(self._tower.inputs(seen))
-                rows.append(self._session.run(["vectors"], inputs, self._freeing)[0][0])
+                rows.append(self._run(self._tower.inputs(seen), stop))
         except (MemoryError, *RUN_ERRORS) as error:
             if lacks_memory(error):
                 raise DeviceError(f"not enough memory for a picture of {budget} tokens; use fewer") from error
             raise BundleError(f"{self._path} cannot be run ({error}); export the model again") from error
         return np.concatenate(rows)
+
+    def _run(
+        self, inputs: Mapping[str, npt.NDArray[Any]], stop: Callable[[], bool]
+    ) -> npt.NDArray[np.float32]:
+        options = ort.RunOptions()  # to free hundreds of megabytes of activations
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        with ThreadPoolExecutor(1) as thread:
+            run = thread.submit(self._session.run, ["vectors"], dict(inputs), options)
+            while not run.done():
+                options.terminate = options.terminate or stop()  # ends the run behind its present operator
+                wait([run], _LOOK_S)
+        if options.terminate:
+            raise Cancelled("the picture is no longer wanted")
+        vectors: npt.NDArray[np.float32] = run.result()[0][0]
+        return vectors

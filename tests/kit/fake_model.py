@@ -125,6 +125,7 @@ class FakeModel:
             drafted_by_position=(drafted // 2, drafted // 2) if drafted else (),
             accepted_by_position=(accepted, 0) if drafted else (),
             target_s=0.1 * (rounds - 1),
+            drafter_s=0.25 * step * (count - 1) if drafted else 0.0,
             speculation_off_reason=None if speculate and self.drafts else "too <slow>",
             rolled_back=self.rolled_back if speculate else (),
         )

@@ -130,6 +130,7 @@ def test_the_documented_keys_hold_the_right_figures() -> None:
     assert result["spread"]["speedup"] == pytest.approx(spread)
     assert result["cost_curve"][1] == pytest.approx({"n": 2, "ms": 110.0})
     assert result["drafter_step_ms"] == pytest.approx(20.0)
+    assert result["drafter_share"] == pytest.approx(0.25)
     assert result["bytes_per_pass"] == 1000
     assert result["gigabytes_per_second"]["plain"] == pytest.approx(1000 / 1e9 / 0.1)
     assert result["peak_memory_bytes"] > 1_000_000
@@ -147,6 +148,7 @@ def test_what_is_missing_is_null_or_said() -> None:
     model = FakeModel(drafts=False)
     result = summarize(model.as_model(), pairs_of(model), OPTIONS)
     assert result["acceptance_rate"] is None and result["acceptance_by_position"] == []
+    assert result["drafter_share"] == 0.0
     assert result["speculation_off"] == {"too <slow>": 3}
     assert result["speedup"]["overall"] == pytest.approx(1.0)
 

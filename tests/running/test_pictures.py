@@ -28,7 +28,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs.tower import write_tower
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, RequestError
+from edgespec_models.errors import BundleError, Cancelled, EdgespecError, ModelFileError, RequestError
 from edgespec_models.families.towers import Tower
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.session import LoadedModel, Rows, Session
@@ -104,8 +104,8 @@ def pictured(bundle: Bundle, number: int) -> Pictures:
     ]
     tower = VisionSession(bundle, ONE)
 
-    def see(name: str, image: Picture, budget: int, rows: int) -> F32:
-        return tower.vectors(image.pixels, budget)
+    def see(name: str, image: Picture, budget: int, rows: int, stop: Callable[[], bool]) -> F32:
+        return tower.vectors(image.pixels, budget, stop)
 
     return Pictures(GOLDEN[f"tokens_{number}"].tolist(), images, bundle, see)
 
@@ -233,6 +233,28 @@ def test_a_known_picture_is_not_seen_again_after_a_restart(
             opened.chat(question, **FREE)
     assert after.tokens == before.tokens
     assert after.stats.cached_tokens >= before.stats.prompt_tokens - 32
+
+
+def large() -> npt.NDArray[np.uint8]:
+    """A picture whose vectors take a second or more."""
+    return np.zeros((1600, 1600, 3), np.uint8)
+
+
+def test_a_tower_stops_when_its_vectors_are_no_longer_wanted(bundle: Bundle) -> None:
+    session = VisionSession(bundle, ONE)
+    before = session.vectors(seeing.picture(0), BUDGET)
+    with pytest.raises(Cancelled):
+        session.vectors(large(), 1120, lambda: True)
+    np.testing.assert_array_equal(session.vectors(seeing.picture(0), BUDGET), before)
+
+
+def test_a_request_ends_while_its_picture_is_seen(model: Model) -> None:
+    image = {"type": "image", "image": Image.fromarray(large())}
+    chat, looks = [{"role": "user", "content": [image, {"type": "text", "text": "ab"}]}], iter([False])
+    result = model.chat(chat, image_tokens=560, cancelled=lambda: next(looks, True), **FREE)
+    assert (result.finish_reason, result.tokens) == ("cancelled", ())
+    again = model.chat(messages(0, "ab"), **FREE)
+    assert again.finish_reason == "length"
 
 
 def test_pictures_of_private_requests_are_not_written(

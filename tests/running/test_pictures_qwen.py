@@ -103,7 +103,7 @@ def pictured(bundle: Bundle, number: int, more: Sequence[int] = ()) -> Pictures:
     tokens = [*GOLDEN[f"tokens_{number}"].tolist(), *more]
     session = VisionSession(bundle, ONE)
     return Pictures(
-        tokens, images, bundle, lambda _, image, budget, rows: session.vectors(image.pixels, budget)
+        tokens, images, bundle, lambda _, image, budget, *rest: session.vectors(image.pixels, budget)
     )
 
 
