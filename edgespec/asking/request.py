@@ -113,8 +113,8 @@ class Request:
             edits. Drafts are copied from it, also by a model that was loaded without a drafter. A wrong
             prediction costs little, and never changes the answer.
         prompt_cache: False neither writes this request's text to disk nor looks for it there.
-        cancelled: A function that is called between passes, in the thread that runs them. The request ends
-            when it returns True.
+        cancelled: A function that is called between passes and while a picture is seen, in the thread that
+            runs them. The request ends when it returns True.
         timeout: Seconds that the request may take, waiting included. The answer is what was written until
             then.
         on_progress: A function that gets an :class:`edgespec.PromptProgress` while a long prompt is read, in
