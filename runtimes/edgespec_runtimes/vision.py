@@ -1,8 +1,9 @@
 """A tower on the CPU: pictures become vectors."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from threading import Thread
 from typing import Any, Final
 
 import numpy as np
@@ -64,13 +65,20 @@ class VisionSession:
     def _run(
         self, inputs: Mapping[str, npt.NDArray[Any]], stop: Callable[[], bool]
     ) -> npt.NDArray[np.float32]:
-        options = ort.RunOptions()  # to free hundreds of megabytes of activations
+        options, run = ort.RunOptions(), Future[Any]()
+        # It frees hundreds of megabytes of activations.
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        with ThreadPoolExecutor(1) as thread:
-            run = thread.submit(self._session.run, ["vectors"], dict(inputs), options)
-            while not run.done():
-                options.terminate = options.terminate or stop()  # ends the run behind its present operator
-                wait([run], _LOOK_S)
+
+        def see() -> None:
+            try:
+                run.set_result(self._session.run(["vectors"], dict(inputs), options))
+            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+                run.set_exception(error)
+
+        Thread(target=see, name="edgespec-tower", daemon=True).start()
+        while not run.done():
+            options.terminate = options.terminate or stop()  # ends the run behind its present operator
+            wait([run], _LOOK_S)
         if options.terminate:
             raise Cancelled("the picture is no longer wanted")
         vectors: npt.NDArray[np.float32] = run.result()[0][0]
