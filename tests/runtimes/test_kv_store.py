@@ -213,6 +213,7 @@ def test_vectors_of_pictures_stay_within_bounds_and_are_those_that_were_made(
     folder, session = tmp_path_factory.mktemp("prompts"), Showing()
     store = KvStore(memory, BlockFiles(folder, disk))
     held, public, written = set[int](), set[int](), set[int]()
+    damaged = set[int]()  # and not read since: a file that is there is not written again
     for number, on_disk, then in asked:
         rows, made = 2 + number, list[int]()
 
@@ -225,12 +226,15 @@ def test_vectors_of_pictures_stay_within_bounds_and_are_those_that_were_made(
             assert bool(made) != (number in held or (on_disk and number in written))
         np.testing.assert_array_equal(found, make())
         assert store.nbytes <= memory and sizes(folder) <= disk
+        if on_disk and number not in held:
+            damaged.discard(number)
         if memory == 1000:
             held.add(number)
             public |= {number} if on_disk else set()
         if then != "nothing":
             store.write_behind()
-            written |= public if disk > 100 else set()
+            written |= public - damaged if disk > 100 else set()
+            public = set()
         if then == "trim":
             assert store.trim([]) <= memory and store.nbytes == 0
         elif then == "restart":
@@ -244,4 +248,4 @@ def test_vectors_of_pictures_stay_within_bounds_and_are_those_that_were_made(
         if then in ("trim", "restart", "forget"):
             held, public = set(), set()
         if then in ("damage", "forget"):
-            written = set()
+            damaged, written = damaged | written if then == "damage" else set(), set()
