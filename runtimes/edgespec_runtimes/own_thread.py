@@ -34,6 +34,10 @@ class OwnThread:
         """Run a pass over arrays, and return the outputs."""
         return self._call(self._session.run, outputs, inputs, options)
 
+    def begin_run(self, outputs: Sequence[str], inputs: Mapping[str, Any], options: Any) -> Future[Any]:
+        """Begin a pass over arrays, which another thread may end by ``options.terminate``."""
+        return self._queue(self._session.run, outputs, inputs, options)
+
     def release_captured_graph(self, number: int) -> None:
         """Free a graph, which the thread has captured."""
         self._call(self._session.release_captured_graph, number)
@@ -42,16 +46,20 @@ class OwnThread:
         return getattr(self._session, name)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self._process != os.getpid():
-            self._start()
-        future = Future[Any]()
-        self._calls.put((future, function, arguments))
+        future = self._queue(function, *arguments)
         try:
             return future.result()
         finally:  # Ctrl-C would free memory that the pass still writes
             while not future.done():
                 with suppress(KeyboardInterrupt):
                     wait([future])
+
+    def _queue(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if self._process != os.getpid():
+            self._start()
+        future = Future[Any]()
+        self._calls.put((future, function, arguments))
+        return future
 
     def _start(self) -> None:
         self._process, self._calls = os.getpid(), SimpleQueue[_Call | None]()

@@ -1,9 +1,9 @@
 """A tower on the CPU: pictures become vectors."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
-from threading import Thread
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from edgespec_models.errors import BundleError, Cancelled, DeviceError, require
 from edgespec_models.families.towers import Pixels
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
+from edgespec_runtimes.own_thread import OwnThread
 
 _LOOK_S: Final = 0.2  # between two questions whether a run shall stop
 
@@ -31,7 +32,8 @@ class VisionSession:
         self._tower, self._path = bundle.manifest.vision, bundle.path / VISION
         # Its operators and ONNX Runtime's take turns on the same cores, so neither may wait busily.
         quiet = replace(options, spinning=False, huge_pages=False)
-        self._session = open_graph(self._path, quiet, native=True, both=True)
+        opened = partial(open_graph, self._path, quiet, native=True, both=True)
+        self._session = OwnThread(opened, "edgespec-tower")
 
     def vectors(
         self, pixels: Pixels, budget: int, stop: Callable[[], bool] = lambda: False
@@ -65,21 +67,17 @@ class VisionSession:
     def _run(
         self, inputs: Mapping[str, npt.NDArray[Any]], stop: Callable[[], bool]
     ) -> npt.NDArray[np.float32]:
-        options, run = ort.RunOptions(), Future[Any]()
-        # It frees hundreds of megabytes of activations.
+        options = ort.RunOptions()  # to free hundreds of megabytes of activations
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-
-        def see() -> None:
-            try:
-                run.set_result(self._session.run(["vectors"], dict(inputs), options))
-            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
-                run.set_exception(error)
-
-        Thread(target=see, name="edgespec-tower", daemon=True).start()
-        while not run.done():
-            options.terminate = options.terminate or stop()  # ends the run behind its present operator
-            wait([run], _LOOK_S)
-        if options.terminate:
+        run = self._session.begin_run(["vectors"], dict(inputs), options)
+        try:
+            while not run.done() and not stop():
+                wait([run], _LOOK_S)
+            is_whole = run.done()
+        finally:  # Ctrl-C too
+            options.terminate = True  # ends the run behind its present operator
+        if not is_whole:
+            wait([run])
             raise Cancelled("the picture is no longer wanted")
         vectors: npt.NDArray[np.float32] = run.result()[0][0]
         return vectors
