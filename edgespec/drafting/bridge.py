@@ -148,6 +148,8 @@ class _DraftText:
             self._drafted.append(token)
             self._data += self._drafter.token_bytes(token)
             self._ends.append(len(self._data))
+        if self._data[:1] == b" " and self._data[1:2].isalpha() and not self._context[-1:].isspace():
+            self._context = b""  # a word begins
         word = self._word()
         if word > self._done:
             self._ids += self._encoded(word)

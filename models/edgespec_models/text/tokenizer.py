@@ -15,9 +15,9 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from codecs import charmap_encode
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, AnyStr
@@ -30,6 +30,7 @@ from edgespec_models.text.encoder import Encoder
 SPACE_SIGN = "\u2581"
 INVALID_BYTES = "\udc80-\udcff"
 _MOST_TOKENS = 1 << 24
+_WORD, _WORDS = 24, 4096  # bytes of a text that is kept with its tokens, and the most of them
 _Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _FIM = re.compile(r"<[|｜]?fim.\w+[|｜]?>|\[(PREFIX|SUFFIX|MIDDLE)\]|<\|?(repo|file)_?(name|sep\w*)\|?>")
@@ -192,6 +193,14 @@ class Tokenizer:
         byte tokens. ``bytes_of(encode_bytes(data)) == data``, always. Raises TokenizerError if the vocabulary
         lacks a byte of ``data``, or the tokenizers library fails.
         """
+        return list(self._encoded_word(data)) if len(data) <= _WORD else self._encoded(data)
+
+    @cached_property
+    def _encoded_word(self) -> Callable[[bytes], tuple[int, ...]]:
+        # Drafts are encoded word by word, and most words come again.
+        return lru_cache(_WORDS)(lambda data: tuple(self._encoded(data)))
+
+    def _encoded(self, data: bytes) -> list[int]:
         ids = self._encode_stretches(self._encoder, data)
         if self.bytes_of(ids) != data:
             ids = self._encode_stretches(self._exact_encoder, data)
