@@ -111,6 +111,8 @@ def open_made(
             options = replace(options, target=_checkpoint_for(model, target, progress))
         name = name_of(model, options.target)
         return _export(model, folder_of(options, name, mark_of(model)), name, options, progress)
+    if model.alignment is not None and options.role == "target":
+        raise RequestError(f"{model.name} is aligned to draft and is no target; give it with --drafter")
     source = pull(model, progress=progress, notify=_LOG.warning)
     folder = folder_of(options, model.name, model.mark)
     return _export(source, folder, model.name, options, progress, alignment_of(model, options.device))

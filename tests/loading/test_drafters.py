@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+import edgespec
 from edgespec.loading import drafters
 from edgespec.loading.drafters import choose, expected_speed, recommended
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.downloads.catalog import entries, hub_heads, hub_names
 from edgespec_models.downloads.hub import on_hub
+from edgespec_models.errors import RequestError
+from edgespec_models.storage import models_dir
 from tests.kit.toy import tiny_bundle
 
 
@@ -118,3 +121,9 @@ def test_what_is_here_is_taken_for_a_path_too(large: Bundle, caplog: pytest.LogC
         assert choose(large, large.path) == "qwen3-0.6b"
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "2.0 times" in caplog.text
+
+
+def test_an_aligned_drafter_is_no_target_and_nothing_is_pulled_for_it() -> None:
+    with pytest.raises(RequestError, match="is aligned to draft and is no target; give it with --drafter"):
+        edgespec.load("smollm2-135m-qwen2.5-coder", None, progress=None)
+    assert not any(models_dir().glob("*"))
