@@ -6,12 +6,13 @@ decodes n sequences at once, whose n rows all have logits, as a verification's h
 that program cannot run, read n tokens of one sequence. edgespec runs passes of n random tokens, and says how
 many different experts a pass used, and how much it read from the disk. Medians over rounds; a round takes
 every program once. ``--behind TOKENS`` measures edgespec alone behind a longer text. ``--neighbour CORE``
-keeps that core busy meanwhile. Weights are loaded as ``edgespec.load`` does. With ``--forgotten`` the system
-forgets the bundle's file before, so that reading it fills the memory of the control group of this process.
+keeps that core busy meanwhile, ``--stream CORE`` has it read memory. Weights are loaded as ``edgespec.load``
+does. With ``--forgotten`` the system forgets the bundle's file before, so that reading it fills the memory of
+the control group of this process.
 
 Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --bundle DIR
 [--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]
-[--rows 1,2,4] [--prompt 64] [--behind 16] [--neighbour 1] [--forgotten]``
+[--threads 2] [--rows 1,2,4] [--prompt 64] [--behind 16] [--neighbour 1] [--stream 1] [--forgotten]``
 """
 
 import argparse
@@ -36,6 +37,8 @@ from tools.arguments import arguments
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 _BEHIND, _STEPS, _REPEATED = 16, 12, 5
 _EXPERTS, _DISK = "different experts", "MB from the disk"
+_BUSY = "while True: pass"
+_STREAM = "import numpy; numbers = numpy.ones(2**26, 'float32')\nwhile True: numbers.max()"
 Times = Mapping[str, float]
 
 
@@ -132,12 +135,12 @@ def programs(options: argparse.Namespace) -> dict[str, Callable[[], Times]]:
 
 
 @contextmanager
-def neighbour(core: int) -> Iterator[None]:
-    """A program that wants ``core`` (Linux) without end; none if that is negative."""
+def neighbour(core: int, program: str) -> Iterator[None]:
+    """A program in Python that runs on ``core`` (Linux) without end; none if that is negative."""
     if core < 0:
         yield
         return
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+    with subprocess.Popen([sys.executable, "-c", program]) as busy:
         try:
             os.sched_setaffinity(busy.pid, {core})
             yield
@@ -159,6 +162,7 @@ def main() -> None:
         prompt=64,
         behind=_BEHIND,
         neighbour=-1,
+        stream=-1,
         forgotten=False,
     )
     if options.peer and options.behind != _BEHIND:
@@ -168,7 +172,7 @@ def main() -> None:
     if options.forgotten:
         forget(options.bundle / "model.onnx.data")
     every: dict[str, list[Times]] = {}
-    with neighbour(options.neighbour):
+    with neighbour(options.neighbour, _BUSY), neighbour(options.stream, _STREAM):
         for _ in range(options.rounds):
             for name, run in programs(options).items():
                 every.setdefault(name, []).append(run())
