@@ -47,6 +47,7 @@ def opened(target: str, history: Path | None, tokens: int) -> Iterator[Row]:
     here, there = spawn.Pipe()
     process = spawn.Process(target=answer, args=(there, target, history, tokens))
     process.start()
+    there.close()  # so that the end of the process ends a wait
     here.recv()
     try:
         yield Row("without" if history is None else history.stem, here)
