@@ -148,8 +148,8 @@ class _DraftText:
             self._drafted.append(token)
             self._data += self._drafter.token_bytes(token)
             self._ends.append(len(self._data))
-        if self._data[:1] == b" " and self._data[1:2].isalpha() and not self._context[-1:].isspace():
-            self._context = b""  # a word begins
+        if self._begins_word(0):
+            self._context = b""
         word = self._word()
         if word > self._done:
             self._ids += self._encoded(word)
@@ -163,8 +163,13 @@ class _DraftText:
     def _word(self) -> int:
         """Where the last word begins; ``done`` if nowhere behind that."""
         at = self._data.rfind(b" ", self._done)
-        begins = at > 0 and self._data[at + 1 : at + 2].isalpha() and not self._data[at - 1 : at].isspace()
-        return at if begins else self._done
+        return at if at > 0 and self._begins_word(at) else self._done
+
+    def _begins_word(self, at: int) -> bool:
+        """Whether a word begins with the byte at ``at``, a space: its encoding needs no context."""
+        before = self._data[at - 1 : at] if at else self._context[-1:]
+        word = self._data[at : at + 1] == b" " and self._data[at + 1 : at + 2].isalpha()
+        return word and not before.isspace()
 
     def _encoded(self, end: int) -> list[int]:
         """The tokens of the bytes from ``done`` to ``end``."""
