@@ -132,4 +132,4 @@ def test_time_is_up(model: Model) -> None:
     with serving(model, ServeOptions(port=0, timeout_s=0.05)) as url:
         reply = ask(url, PATH, {"model": "embeds", "input": TEXTS * 600})
     assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
-    assert re.search(r"1800 texts are unread: not finished within 0\.0[2-5]\d* s", reply.error)
+    assert re.search(r"1800 texts are unread: not finished within 0\.0\d+ s", reply.error)
