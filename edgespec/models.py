@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from threading import TIMEOUT_MAX, Condition, Thread, get_ident
+from threading import TIMEOUT_MAX, Condition, Thread, current_thread, get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -154,7 +154,8 @@ class Models(InProcess, AbstractContextManager["Models"]):
         with self._changed:
             self._closed = True
             self._fail(self._users, Closed("the models are closed"))
-        self._worker.join()
+        if current_thread() is not self._worker:  # which runs the callbacks of loads
+            self._worker.join()
         atexit.unregister(self.close)
 
     @contextmanager

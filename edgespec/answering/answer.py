@@ -1,6 +1,7 @@
 """The text of a running request: rounds become records, and at last the result."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -70,16 +71,31 @@ class Answer:
             self._reader = AnswerReader(self._tokenizer, thoughts, self._calls, fill, stop=request.stop)
         self._again = 0 if fill is None else fill.skip  # bytes of a cut word to come
         self.rounds, self._records = list[Round](), list[Record]()
+        self._piece = Record("", ())  # of the present round
         self.reason: FinishReason | None = None
         self._queued_s = queued_s
         self._first_at = self._decode_s = 0.0
 
+    def read(self, tokens: Sequence[int]) -> int:
+        """Read a round's tokens up to the one that ends the text, and return how many that are.
+
+        :attr:`tokens` lacks them yet.
+        """
+        before, count, piece = len(self.tokens) - self.prompt_tokens, 0, Record("", ())
+        while count < len(tokens) and not self._reader.ended:
+            piece = piece.then(self._reader.push(tokens[count : count + 1]))
+            count += 1
+        self._piece = replace(piece, thoughts=tuple(self._reader.thoughts[before:]))
+        return count
+
     def push(self, round_: Round, reason: FinishReason | None) -> Record:
-        """The record of a round. ``reason`` says why the decoding is complete; None if it is not."""
+        """The record of a round, whose tokens :meth:`read` has read.
+
+        ``reason`` says why the decoding is complete; None if it is not.
+        """
         if not self.rounds:
             self._first_at = self.clock()
         self.rounds.append(round_)
-        record = self._reader.push(round_.tokens)
         constraint = self._constraint
         if constraint is not None and constraint.broken:
             self.reason = "length"
@@ -87,7 +103,8 @@ class Answer:
             self.reason = "stop"
         else:
             self.reason = reason
-        record = self._shown(replace(record, tokens=tuple(map(self._with_again, token_records(round_)))))
+        tokens = tuple(map(self._with_again, token_records(round_)))
+        record = self._shown(replace(self._piece, tokens=tokens))
         self._decode_s = self.clock() - self._first_at
         return record
 
@@ -152,15 +169,8 @@ class Answer:
             rest = self._reader.push((), final=True)
             if self.reason == "stop" and self._reader.called:
                 self.reason = "tool_calls"
-            record = replace(
-                record,
-                text=record.text + rest.text,
-                content=record.content + rest.content,
-                calls=record.calls + rest.calls,
-                thoughts=record.thoughts + rest.thoughts,
-                finish_reason=self.reason,
-                stop=self._reader.stop_string,
-            )
+            stop = self._reader.stop_string
+            record = replace(record.then(rest), finish_reason=self.reason, stop=stop)
         if not self._records:
             scored = zip(self.tokens, self.scores, strict=False)
             prompt = tuple(TokenRecord(token, "prompt", *score) for token, score in scored)

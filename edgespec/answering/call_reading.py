@@ -401,6 +401,8 @@ class _Block:
     def _function(self) -> Called:
         """Read ``<function=name>``, and ``<parameter=key>value</parameter>`` for each argument."""
         values, arguments = self._values, dict[str, Any]()
+        if not self._lenient and values.text.find("</function>", values.at) < 0:
+            raise ValueError("no end yet")  # before a search through the whole text
         name = self._known(self._opened(_FUNCTION))
         parameters = table(self._tools.get(name))
         properties = properties_of(parameters)

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -99,6 +99,16 @@ class Record:
     def reasoning(self) -> str:
         """The text that it adds to the thoughts."""
         return "".join(self.thoughts)
+
+    def then(self, more: "Record") -> "Record":
+        """This record with the text, calls and thoughts of the next one."""
+        return replace(
+            self,
+            text=self.text + more.text,
+            content=self.content + more.content,
+            calls=self.calls + more.calls,
+            thoughts=self.thoughts + more.thoughts,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,6 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str]:
     return {kind for kind in listed(named) or [named] if isinstance(kind, str)}
 
 
-def is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema allows any text and nothing else. An empty schema does."""
-    return kinds_of(schema) <= {"string"} and not allowed_values(schema)
-
-
 def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """The schemas of a function's arguments by name, references included."""
     tables = (table(part.get("properties")) for part in _parts(parameters, parameters, ("allOf",)))

@@ -68,7 +68,7 @@ ALONE = Load()
 class Passed:
     """A pass: its rows, its seconds, one request's share of the seconds, and the number of requests.
 
-    ``reads`` is true if one of these requests read a part of its prompt. ``experts`` is how many different
+    ``reads`` is true if one of these requests read rows of its prompt. ``experts`` is how many different
     ones of a mixture the pass used. A target's pass was priced for ``load``.
     """
 

@@ -59,9 +59,9 @@ class Finder(ABC):
         """Whether it proposes nothing; what it would have proposed is judged meanwhile."""
         return False
 
-    def follow(self, tokens: Sequence[int]) -> int:
-        """Take over ``tokens``, the prompt and the answer, and return how many were known already."""
-        return 0
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take over ``tokens``, the prompt and the answer."""
+        return
 
     @abstractmethod
     def find(self, context: Sequence[int], ahead: int) -> Proposal | None:
@@ -110,7 +110,7 @@ class CopyDrafter(Extending):
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
         extended = (self._draft(finder, tokens, draft, limit) for finder in self._finders)
-        return max(draft, *extended, key=_expected) if self._finders else draft
+        return max([draft, *extended], key=_expected)
 
     def observe(self, round_: Round) -> None:
         """Judge the considered proposals, whichever source drafted."""

@@ -124,7 +124,8 @@ class Unread:
 
     def room_for(self, more: int) -> bool:
         """Whether the cache has room for the unread tokens, perhaps the last of them, and ``more``."""
-        if self.count > self._most or self.held + self.count + more > self._session.capacity:
+        no_room = self.held + self.count + more > self._session.capacity
+        if not self.count or self.count > self._most or no_room:
             kept = 0 if self._features is None else len(self._features)
             self.held, self.count = 0, min(self._most, kept)
         return self.held + self.count + more <= self._session.capacity

@@ -58,21 +58,20 @@ class ContextTree(Finder):
         self._root = _Node()
         self._oldest = 0  # first position that is still in the tree
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def follow(self, tokens: Sequence[int]) -> int:
-        """Make this the tree of ``tokens`` and return how many first tokens it held already.
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Make this the tree of ``tokens``.
 
         Every token that came or went costs one walk. Tokens that have left the window do not come back when
         later ones are taken away.
         """
+        if not self._tokens:  # earlier ones would leave the window at once
+            self._oldest = max(0, len(tokens) - self._window)
+            self._tokens = [*tokens[: self._oldest]]
         shared = shared_length(self._tokens, tokens)
         while len(self._tokens) > shared:
             self._pop()
         for token in tokens[shared:]:
             self._append(token)
-        return shared
 
     def find(self, context: Sequence[int], ahead: int = 0) -> Copy | None:
         """What followed the longest context in the tree with which ``context`` ends; None without one.

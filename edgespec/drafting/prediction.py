@@ -62,18 +62,16 @@ class PredictionFinder(Finder):
         self._read = start  # tokens of prompt and answer that were followed
         self._next = self._replaced = 0  # place of the token to come, tokens since the last match
 
-    def follow(self, tokens: Sequence[int]) -> int:
-        """Follow the answer in ``tokens``, of which earlier calls had the beginning; returns its length."""
-        known = self._read
-        for end in range(known + 1, len(tokens) + 1):
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Follow the answer in ``tokens``, of which earlier calls had the beginning."""
+        for end in range(self._read + 1, len(tokens) + 1):
             context = tokens[max(0, end - LONGEST) : end]
             place, length = self._text.locate(context, self._next + self._replaced + 1)
             if length:
                 self._next, self._replaced = place, 0
             else:
                 self._replaced += 1
-        self._read = max(known, len(tokens))
-        return known
+        self._read = max(self._read, len(tokens))
 
     def find(self, context: Sequence[int], ahead: int) -> Copy | None:
         """The proposal behind ``context``, which ends with ``ahead`` tokens of a draft; None without one."""

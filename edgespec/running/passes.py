@@ -112,7 +112,8 @@ def step_shares(rows: list[Rows], seconds: float) -> list[Passed]:
 
 def _shares(prices: Prices, rows: list[Rows], seconds: float) -> list[Passed]:
     """A pass's time for each request: all pay for one row alike, and for more rows what these add."""
-    counts, reads = [len(part.tokens) for part in rows], any(not part.wanted for part in rows)
+    counts = [len(part.tokens) for part in rows]
+    reads = any(len(part.tokens) > part.wanted for part in rows)  # rows of a prompt
     total, plain, experts = sum(counts), len(counts), rows[0].session.model.experts_read
     base_s = seconds * min(1.0, prices.pass_seconds(plain) / prices.pass_seconds(total))
     more = [(count - 1) / max(1, total - plain) for count in counts]

@@ -118,7 +118,7 @@ class Runner:
             from edgespec.asking.fill import fill_tokens
 
             tokens, hole = fill_tokens(self.target, prompt, request, self.session.model.longest)
-            prompt = hole.prefix
+            prompt = hole.prefix.encode().removesuffix(hole.held).decode(errors="ignore")
         else:
             tokens = prompt_tokens(self.target, prompt, request)
         if ids_of(prompt) is not None:  # a drafter of another vocabulary reads their text
@@ -299,7 +299,7 @@ class Runner:
         for session in self._sessions:
             session.rewind(0)
             self.caches.forget(session, on_disk=on_disk)
-        if on_disk and self.side is not None:
+        if self.side is not None:
             self.side.forget()
 
     def trim(self) -> int:
@@ -372,7 +372,7 @@ class Runner:
         remarks = Remarks(placement=self._where)
         remarks.prompt_cache_problem = self.caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
-        has_source = self.drafts or request.drafter or prompt.prediction is not None
+        has_source = self.drafts or request.drafter is not None or prompt.prediction is not None
         if not request.speculate or not has_source:
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
             return policy()

@@ -213,7 +213,7 @@ class Scheduler:
     def _begun(self, tickets: list[Ticket]) -> list[Sequence]:
         """Begin new requests, end those that must end, and return the others."""
         for ticket in tickets:
-            if ticket.stage is not Stage.RUNNING:  # it waits again
+            if ticket not in self.running:  # it waits again
                 continue
             with ticket.ending_on_error():
                 reason, sequence = ticket.reason_to_end(), self.running[ticket]

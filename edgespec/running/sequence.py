@@ -206,6 +206,8 @@ class Sequence:
                 self.session.rewind(0)
             raise
         new, is_stopped = _until_stop((*draft.tokens[:accepted], token), self._stop)
+        count = self.answer.read(new)  # a draft may go on behind what ends the text
+        new, is_stopped = new[:count], is_stopped and count == len(new)
         scores = ((), ()) if not self.ticket.request.logprobs else self._log_probabilities(predictions, new)
         self.tokens += new
         self.session.keep(self._read - len(draft.tokens) + len(new) - 1)
@@ -251,7 +253,8 @@ class Sequence:
         round_, session = self.commit(predictions, passed), self.session
         if self._progress is not None:
             seconds = self.answer.clock() - self.answer.started
-            self._progress = replace(self._progress, read=session.length, seconds=seconds)
+            read = min(session.length, self._progress.total)  # not the tokens that a draft added
+            self._progress = replace(self._progress, read=read, seconds=seconds)
             self.ticket.put(Record("", (), progress=self._progress))
         is_over = self.reason is not None and self.unread <= 0
         if not self.answer.rounds and (round_ or is_over or session.length in self._checkpoints):

@@ -228,14 +228,16 @@ class Answers:
         """Generate to the end; see :attr:`results`."""
         with closing(self):
             for stream in self._in_turn():
-                stream.run()
+                for _ in stream.records():
+                    self.start()  # others may have ended
         return self.results
 
     async def run_async(self) -> list[Generation]:
         """Generate to the end in an event loop; see :attr:`results`."""
         with closing(self):
             for stream in self._in_turn():
-                await stream.run_async()
+                async for _ in stream.records():
+                    self.start()
         return self.results
 
     def close(self) -> None:

@@ -305,7 +305,7 @@ def loop_of(
 ) -> requests.Sequence:
     """The loop of a request that nobody has asked for, without text."""
     seat = requests.Seat(target, None, KvStore(0))
-    answer = cast(Answer, SimpleNamespace(tokens=tokens, clock=clock))
+    answer = cast(Answer, SimpleNamespace(tokens=tokens, clock=clock, read=len))
     names, top = ("max_draft", "stop", "checkpoints"), options.get("top_logprobs")
     limits = {name: options[name] for name in names if name in options}
     request = Request(

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from edgespec import DeviceError, LoadOptions, Model
+from edgespec.decoding.draft import PromptProgress
 from edgespec.running.ticket import Stage
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Predictions
@@ -183,9 +184,13 @@ def test_a_round_has_memory_for_all_that_it_reads(length: int, monkeypatch: pyte
 
     wanted = alone(LONG[:length], max_new_tokens=60)
     monkeypatch.setattr(Session, "prepare", prepared)
+    told = list[PromptProgress]()
     with toy_model(Measured(LAW, VOCAB, chunk=64).session()) as model:
-        answer = model.generate(LONG[:length], max_new_tokens=60, prediction=wanted.text)
+        answer = model.generate(
+            LONG[:length], max_new_tokens=60, prediction=wanted.text, on_progress=told.append
+        )
     assert facts(answer) == facts(wanted) and answer.stats.accepted > 8
+    assert all(report.read <= report.total for report in told)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("no place")])

@@ -439,14 +439,10 @@ class Turns(RuleBasedStateMachine):
             assert self.without_memory <= self.target.lacks  # a lack ends one request
         elif answer.finish_reason in ("cancelled", "closed", "timeout"):
             assert answer.finish_reason in entry.may_end
-        elif answer.stop is not None:  # a round may commit tokens behind a stop string
-            assert (answer.text, answer.stop) == (whole.text, whole.stop)
-            return
         else:
             assert facts(answer) == facts(whole)
             return
-        shared = min(len(answer.tokens), len(whole.tokens))  # rounds commit past a stop string
-        assert answer.tokens[:shared] == whole.tokens[:shared]
+        assert answer.tokens == whole.tokens[: len(answer.tokens)]
         assert whole.text.startswith(answer.text)
 
     def alone(self, entry: Entry, answer: Generation) -> Generation:

@@ -156,14 +156,25 @@ def test_answers_behind_the_first_wait_for_room_and_are_not_refused(stream: bool
     assert reply.status == 200 and len(choices) == 3
 
 
+def test_an_answer_begins_as_soon_as_another_has_ended() -> None:
+    with slow(0.05, Event(), 2) as model:
+        wanted: Any = {"temperature": 1.5, "seed": 6, "n": 4, "stop": [*"eoPXab123"]}
+        first, *others = model.generate("a", max_new_tokens=24, **wanted).choices
+    assert len(first.tokens) == 12 and [len(other.tokens) for other in others] == [1] * 3
+    assert others[-1].stats.queued_s < first.stats.decode_s
+
+
 def test_no_time_for_a_first_token_is_an_error() -> None:
     """Another request of the app has the model until the time is up, and a stream's headers are sent."""
-    with slow(0.02, Event(), 1) as model, serving(model, ServeOptions(port=0, timeout_s=0.3)) as url:
-        with model.stream("b", max_new_tokens=1000) as running:
-            next(running)
-            whole = ask(url, TEXT, DRAWN | {"prompt": "a"})
-            stream = ask(url, TEXT, DRAWN | {"prompt": "a", "stream": True})
-            assert not running.ended
+    with (
+        slow(0.02, Event(), 1) as model,
+        serving(model, ServeOptions(port=0, timeout_s=0.3)) as url,
+        model.stream("b", max_new_tokens=1000) as running,
+    ):
+        next(running)
+        whole = ask(url, TEXT, DRAWN | {"prompt": "a"})
+        stream = ask(url, TEXT, DRAWN | {"prompt": "a", "stream": True})
+        assert not running.ended
     (event,) = events(stream)
     assert (whole.status, whole.json["error"]["code"]) == (503, "timeout")
     assert (stream.status, event["error"]["code"]) == (200, "timeout")
