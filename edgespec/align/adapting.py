@@ -25,6 +25,7 @@ from edgespec_export.align.settings import Text, TrainingOptions
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import Cancelled, EdgespecError, ModelFileError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.storage import writing
 
 _HELD_OUT: Final = 10  # the latest of so many texts measure
 _LONGEST: Final = 8  # tokens of a draft
@@ -50,8 +51,11 @@ def adapt(
         EdgespecError: the drafter or the history cannot be read, or the change cannot be written, perhaps
             because its texts were forgotten meanwhile.
     """
-    learner.begin()
+    with writing(learner.folder):
+        learner.folder.parent.mkdir(mode=0o700, exist_ok=True)
     with locked(learner.folder, f"another run trains the drafter {learner.source.name} already"):
+        # Not before: in a folder that is made anew, another run could write what was forgotten meanwhile.
+        learner.begin()
         return _adapt(learner, prices, device, options, progress)
 
 
@@ -65,7 +69,10 @@ def _adapt(
     run, stored, drafter = learner.run, learner.texts(), Bundle(learner.bundle)
     dated = [(turn.written_on, text) for turn in stored if (text := _text(turn, drafter)) is not None]
     if len(dated) < FEWEST:
-        learner.note(replace(run, until=0.0, tried=len(stored)))
+        if run.until:  # the history has dropped texts of the run that was stopped
+            learner.note(replace(run, until=0.0))
+            return _adapt(learner, prices, device, options, progress)
+        learner.note(replace(run, tried=stored[-1].written_on if stored else 0.0))
         raise RequestError(
             f"the history has {len(dated)} new texts for {learner.source.name}, and training takes {FEWEST}; "
             "answer more with it, best with kept prompts (keep_prompts=True, --keep-prompts)"
@@ -94,10 +101,10 @@ def _adapt(
     better = shares[1] > shares[0] and speeds[1] > speeds[0]
     if better:
         change.write(learner.change)
-        learner.note(replace(run, through=dated[end - 1][0], until=0.0, tried=0))
+        learner.note(replace(run, through=dated[end - 1][0], until=0.0, tried=0.0))
         _delete(learner.folder, "bundle-*")
     else:
-        learner.note(replace(run, until=0.0, tried=len(stored)))
+        learner.note(replace(run, until=0.0, tried=stored[-1].written_on))
     _delete(learner.folder, "training-*.pt")
     return Adaptation(better, len(taught), len(held), change.origin.tokens, *shares, *speeds)
 
@@ -169,9 +176,9 @@ def _tell(**message: Any) -> None:
 
 def main() -> None:
     """Train as the first line of the input says."""
+    psutil.Process().nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))  # before PyTorch takes its seconds
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    psutil.Process().nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
     task = json.loads(sys.stdin.readline())
     orders = _Orders()
     orders.start()

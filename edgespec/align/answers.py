@@ -112,7 +112,7 @@ def _drop_half_a_line(path: Path) -> None:
     with path.open("r+b") as file:
         data = file.read()
         whole = data.rfind(b"\n") + 1
-        if data[whole:].startswith(_BEGIN) and not _is_json(data[whole:]):
+        if _BEGIN.startswith(data[whole:][: len(_BEGIN)]) and not _is_json(data[whole:]):
             file.truncate(whole)
 
 

@@ -14,6 +14,7 @@ from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
+from edgespec_runtimes.memory import keep_nothing
 
 ALIGNMENT, _STATE = "alignment.safetensors", "training.pt"
 _HELD_OUT = 10  # one of so many prompts measures and is never trained on
@@ -70,13 +71,8 @@ def split_texts(answers: Iterable[Answer], drafter: Bundle) -> tuple[list[Text],
     for answer in answers:
         text = text_of(answer, drafter)
         if text is not None:
-            sides[is_held_out(answer.prompt)].append(text)
+            sides[number_of(answer.prompt) % _HELD_OUT == 0].append(text)
     return sides
-
-
-def is_held_out(prompt: str) -> bool:
-    """Whether ``prompt`` is held out for measuring; its text alone decides, so this never changes."""
-    return number_of(prompt) % _HELD_OUT == 0
 
 
 def align(
@@ -166,6 +162,8 @@ def trained(
     taught, held = texts
     measure = partial(first_guesses, texts=held, device=device, progress=progress)
     kind = SparingDecoder if sparing else TorchDecoder
+    if sparing:
+        keep_nothing()
     with open_checkpoint(source) as checkpoint:
         digest = known = checkpoint.digest(progress)
         decoder = kind(checkpoint, rank=options.rank, seed=options.seed, device=device)

@@ -144,17 +144,19 @@ class WhenIdle:
                 if self._is_busy():
                     busy_at, has_news = monotonic(), True
                 rests = monotonic() - busy_at >= CALM_S and not on_battery()
-                if adapting is None:
-                    if rests and has_news:
-                        adapting, has_news, is_paused = self._begin(), False, False
-                elif adapting.wait(0.0):
-                    _LOG.info("the drafter was trained while nothing ran: %s", adapting.result)
-                    adapting = None
-                elif rests is is_paused:
-                    adapting.go() if rests else adapting.pause()
-                    is_paused = not rests
-        except EdgespecError as error:
-            _LOG.warning("%s", error)
+                try:
+                    if adapting is None:
+                        if rests and has_news:
+                            has_news = is_paused = False
+                            adapting = self._begin()
+                    elif adapting.wait(0.0):
+                        ended, adapting = adapting, None
+                        _LOG.info("the drafter was trained while nothing ran: %s", ended.result)
+                    elif rests is is_paused:
+                        adapting.go() if rests else adapting.pause()
+                        is_paused = not rests
+                except (EdgespecError, OSError) as error:  # perhaps another program's run; it is tried again
+                    _LOG.warning("%s", error)
         finally:
             if adapting is not None:
                 adapting.stop()

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from edgespec.history.passages import Turn
 from edgespec.history.store import Learned, Scope, Store, StoredTurn
@@ -29,12 +29,13 @@ from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.downloads.catalog import entries
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from edgespec_models.progress import ProgressCallback
-from edgespec_models.schema import parse, read, within
+from edgespec_models.schema import parse, read
 from edgespec_models.storage import move, read_text, replacing, writing
 
 FEWEST: Final = 50
 """The fewest new texts that a drafter is trained on, those that measure included."""
 _CHANGE, _RUN = "alignment.safetensors", "run.json"
+_NEWER: Final = 10  # of so many texts one has to be newer
 _LOG = logging.getLogger("edgespec")
 
 
@@ -68,12 +69,12 @@ class Run:
     Attributes:
         through: the date of the latest text that the change was trained on, in seconds since 1970.
         until: the date of the latest text of the run that goes on; 0 without one.
-        tried: the number of texts of the last run, if it gave nothing.
+        tried: the date of the latest text of the last run, if that gave nothing.
     """
 
     through: float = 0.0
     until: float = 0.0
-    tried: Annotated[int, within(0)] = 0
+    tried: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class Learner:
             StorageError: the history cannot be read.
         """
         run = self.run
+        if not self.history.is_file():  # it was deleted
+            return []
         try:
             with closing(Store.open(self.history)) as store:
                 turns = [turn for turn in store.turns() if turn.scope == self.scope]
@@ -136,9 +139,10 @@ class Learner:
         return [turn for turn in turns if run.through < turn.written_on <= (run.until or turn.written_on)]
 
     def is_due(self) -> bool:
-        """Whether there are enough new texts, and a tenth more than when training gave nothing."""
-        run = self.run
-        return run.until > 0 or len(self.texts()) >= max(FEWEST, run.tried * 1.1)
+        """Whether a run goes on, or there are enough new texts, a tenth of them newer than a run in vain."""
+        run, texts = self.run, self.texts()
+        newer = sum(text.written_on > run.tried for text in texts)
+        return run.until > 0 or (len(texts) >= FEWEST and newer * _NEWER >= len(texts))
 
     def changed(
         self, weights: str | None, device: ExportDevice | None, progress: ProgressCallback
@@ -176,6 +180,8 @@ def delete_changes(history: Path, scopes: Iterable[Scope] | None = None) -> None
     root, keys = _root(history), None if scopes is None else tuple(map(_key, scopes))
     with writing(root):
         for folder in [*root.iterdir()] if root.is_dir() else []:
+            if folder.suffix == ".lock":  # it keeps others out of a folder that a running training still has
+                continue
             if keys is None or folder.name.startswith((*keys, ".deleted-")):
                 gone = root / f".deleted-{secrets.token_hex(8)}"
                 move(folder, gone)  # at once, so that a running training finds it gone

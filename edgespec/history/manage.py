@@ -316,9 +316,14 @@ def _texts(value: Any) -> Iterator[str]:
     """The texts in a JSON value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, list):
+        for part in value:
             yield from _texts(part)
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from _texts(part)
+            if name == "arguments":  # of a call, as a table, which has names and numbers too
+                yield json.dumps(part, ensure_ascii=False)
 
 
 def _folded(data: bytes) -> str:

@@ -23,7 +23,7 @@ _MOST_READ: Final = 32  # occurrences that vote; an even selection if there are 
 _LEAST_USES: Final = 1e-6
 _FRESH: Final = 8192
 """Learned tokens after which everything is sorted anew. Until then they have a small index of their own."""
-_ROOM: Final = 7 / 8
+ROOM: Final = 7 / 8
 """The share of the bound that stays when it is exceeded, so that passages do not leave one by one."""
 _CLASS_PRIOR: Final = 8.0  # the weight of a class's prior, in judged proposals
 _TOKEN_PRIOR: Final = 2.0  # the weight of the class for one token
@@ -306,7 +306,7 @@ class Memory:
 
     def _sort(self) -> None:
         if len(self) > self._max_tokens:
-            most = int(_ROOM * self._max_tokens)
+            most = int(ROOM * self._max_tokens)
             kept = keep_best(self._entries.values(), most, self.clock)
             self._entries = {entry.passage.digest: entry for entry in kept}
         self._index = Index(sorted(self._entries.values(), key=lambda entry: entry.at), self.clock)

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Self
 
 from edgespec.drafting.rates import Rate
 from edgespec.history.database import connect, transaction
-from edgespec.history.memory import Change, Delta, Snapshot, keep_best
+from edgespec.history.memory import ROOM, Change, Delta, Snapshot, keep_best
 from edgespec.history.passages import Entry, Passage, Turn, pack_tokens, unpack_tokens
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.forks import kept_in_forks
@@ -26,7 +26,6 @@ MAX_BYTES: Final = 64 * 2**20
 """The most bytes of the file."""
 MAX_TURN_BYTES: Final = 8 * 2**20
 """The most bytes of the turns of one scope, and a hundred times the most of one turn."""
-_ROOM: Final = 7 / 8  # the share that stays when a bound is exceeded
 
 Name = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
 """A text that SQLite can store."""
@@ -167,7 +166,8 @@ class Store:
                 clocks[key] = clock
             for key, clock in clocks.items():
                 self._trim(key, clock)
-                self._shrink(key, clock)
+            if clocks:  # it may delete other scopes, of these too
+                self._shrink(*clocks.popitem())
             stored = [self._connection.execute(_ENTRY, which).fetchone() for which in digests]
             return len(stored) - stored.count(None)
 
@@ -263,7 +263,7 @@ class Store:
         """Keep the scope within its tokens, and its turns within their bytes."""
         self._connection.execute(_TRIM_TURNS, (key, MAX_TURN_BYTES))
         if self._tokens(key) > self._max_tokens:
-            self._keep(key, clock, int(_ROOM * self._max_tokens))
+            self._keep(key, clock, int(ROOM * self._max_tokens))
 
     def _tokens(self, key: int) -> int:
         return int(self._connection.execute("SELECT tokens FROM scope WHERE id = ?", (key,)).fetchone()[0])
@@ -288,7 +288,7 @@ class Store:
             tokens = self._tokens(key)
             if tokens == 0:
                 break
-            self._keep(key, clock, int(_ROOM * tokens))
+            self._keep(key, clock, int(ROOM * tokens))
 
     def _vacuum(self) -> None:
         """Give free pages back to the disk."""

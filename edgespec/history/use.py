@@ -52,6 +52,7 @@ class Writer:
         flush_s: float = FLUSH_S,
     ) -> None:
         self._store, self._path, self._scope, self._text_of = store, path, scope, text_of
+        self._file = _status(path)
         self._flush_s = flush_s
         self._pending, self._late = Delta(), deque[Delta]()  # late changes could not be written yet
         self._changed = threading.Condition()  # guards the pending delta and the end
@@ -116,6 +117,12 @@ class Writer:
         try:
             if self._damage is not None:
                 return self._begin_anew(delta, self._damage)
+            if self._is_gone():
+                self._report(
+                    f"the history {self._path} was deleted or replaced; what is learned now lasts until the "
+                    "model is closed"
+                )
+                return False
             try:
                 self._store.merge(self._scope, delta, self._text_of)
             except sqlite3.Error as error:
@@ -129,11 +136,17 @@ class Writer:
             return not isinstance(error, sqlite3.Error | OSError | MemoryError)
         return True
 
+    def _is_gone(self) -> bool:
+        """Whether the file is no longer there, so that changes would go where nobody finds them."""
+        status = _status(self._path)
+        return status is None or self._file is None or not os.path.samestat(status, self._file)
+
     def _begin_anew(self, delta: Delta, error: sqlite3.Error) -> bool:
         self._damage = error
         self._store.close()
         try:
             self._store, problem = _begun_anew(self._path, error)
+            self._file = _status(self._path)
             self._store.merge(self._scope, delta, self._text_of)
         except StorageError as again:
             self._report(str(again))
@@ -191,6 +204,14 @@ class HistoryUse:
         """Store what was learned and close the file."""
         if self._writer is not None:
             self._writer.close()
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What the system says of the file; None without one."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:

@@ -15,6 +15,8 @@ import psutil
 from edgespec_models.errors import DeviceError
 
 _READ_BYTES = 1 << 28  # more than caches hold
+_MMAP_THRESHOLD = -3  # of mallopt
+_LEAST_MAPPED = 1 << 18  # bytes of a block that the system gives and takes by itself
 _READS = 5
 
 
@@ -50,6 +52,16 @@ def give_back() -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_nothing() -> None:
+    """Let this process give memory back as soon as it is freed, which takes a little more time.
+
+    Else glibc keeps it, in pieces that later blocks do not fit.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LEAST_MAPPED)
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:

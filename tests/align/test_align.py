@@ -163,7 +163,7 @@ def _merged_by_hand(source: Path, alignment: Alignment, name: str) -> F32:
 
 def test_a_checkpoint_has_the_alignment_in_it(source: Path, file: Path) -> None:
     alignment = read_alignment(file)
-    with open_aligned(source, file) as aligned, open_aligned(source, None) as plain:
+    with open_aligned(source, file) as aligned, open_checkpoint(source) as plain:
         assert (aligned.config, aligned.files) == (plain.config, plain.files)
         assert aligned.tensors.keys() == plain.tensors.keys()
         for name in alignment.tensors:

@@ -62,7 +62,8 @@ def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
         pass
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", [b'{"prompt": "question 7", "te', b'{"pro', b"{"])
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, half: bytes) -> None:
     whole, place = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     _asked(FakeModel(), whole)
 
@@ -74,7 +75,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
         _asked(FakeModel(on_call=stop), place)
     kept = place.read_bytes()
     assert whole.read_bytes().startswith(kept) and len(read_answers(place)) in (4, 5)
-    place.write_bytes(kept + b'{"prompt": "question 7", "te')  # killed in the middle of a line
+    place.write_bytes(kept + half)  # killed in the middle of a line
     model = FakeModel()
     _asked(model, place)
     assert place.read_bytes() == whole.read_bytes()

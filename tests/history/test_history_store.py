@@ -55,7 +55,7 @@ class TestStore:
     def test_what_is_stored_is_what_was_in_memory(
         self, tmp_path: Path, answers: list[list[int]], splits: int
     ) -> None:
-        path = tmp_path / f"{time.monotonic_ns()}{database.SUFFIX}"
+        path = tmp_path / f"{len([*tmp_path.iterdir()])}{database.SUFFIX}"
         store, pending = Store.open(path), Delta()
         memory = Memory(Snapshot(), max_tokens=1 << 20, tell=lambda note: note(pending))
         for number, answer in enumerate(answers):
@@ -140,6 +140,18 @@ class TestStore:
             assert path.stat().st_size <= limit + 4096
             assert set(store.scopes()) == {OTHERS[0]} and store.scopes()[OTHERS[0]] > 1000
             assert kept == len(list(store.learned())) < 3000
+
+    def test_an_import_of_several_scopes_is_bounded(self, tmp_path: Path, path: Path) -> None:
+        with (
+            closing(Store.open(path, max_bytes=60_000)) as store,
+            closing(Store.open(tmp_path / "elsewhere.history")) as elsewhere,
+        ):
+            for scope in OTHERS:
+                elsewhere.merge(scope, delta_of(*(passage_of(n) for n in range(200))), text_of)
+            kept = store.put(elsewhere.learned())
+            store._overwrite()
+            assert path.stat().st_size <= 60_000 + 4096
+            assert 0 < kept == len(list(store.learned())) < 200
 
     def test_deleted_text_is_gone_from_the_file(self, path: Path) -> None:
         passages = delta_of(*(passage_of(n) for n in range(50)))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, PropertyMock
 
 import numpy as np
 import psutil
@@ -18,17 +19,18 @@ from typer.testing import CliRunner
 import edgespec
 from edgespec import History, LoadOptions
 from edgespec.align import adapting as training
+from edgespec.align.answers import locked
 from edgespec.cli import app
 from edgespec.history import adapting, store
 from edgespec.history.adapting import PassTimes, WhenIdle
-from edgespec.history.changes import Learner, learner_of
+from edgespec.history.changes import Learner, Run, learner_of
 from edgespec.history.memory import Delta
 from edgespec.history.passages import Turn
-from edgespec.history.store import Scope, Store
+from edgespec.history.store import Scope, Store, StoredTurn
 from edgespec.loading.opening import open_model
 from edgespec_export.align.alignment import Alignment, Codes, Origin
 from edgespec_export.sources.open import open_checkpoint
-from edgespec_models.errors import EdgespecError, RequestError, StorageError
+from edgespec_models.errors import Cancelled, EdgespecError, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
 from tests.kit.gguf import HIDDEN, tiny_gguf
 from tests.kit.histories import OTHERS, SCOPE, delta_of, merge, passage_of
@@ -38,6 +40,7 @@ from tests.kit.toy import LLAMA, until
 pytestmark = pytest.mark.usefixtures("consoles")
 CHAT = [{"role": "user", "content": "My name is\nFerdinand."}]
 KEEPING = LoadOptions(threads=1, keep_prompts=True)
+PRICES = PassTimes({1: 1.0}, 0.1)
 
 
 def turn_of(number: int, *, words: str = "words") -> Turn:
@@ -93,6 +96,17 @@ def test_a_forgotten_turn_is_nowhere(path: Path, text: str) -> None:
     assert [turn.prompt[0]["content"] for turn in History(path).turns()] == ["Say 1"]
     for file in path.parent.iterdir():
         assert b"Ferdinand" not in file.read_bytes() and b"Secret" not in file.read_bytes()
+
+
+@pytest.mark.parametrize("text", ["4711", "account", 'the "new" one', "false"])
+def test_a_turn_is_found_by_all_that_its_calls_say(path: Path, text: str) -> None:
+    """Names and numbers too, where a call's arguments are a table."""
+    arguments = {"Account": {"number": 4711, "which": 'the "new" one'}, "now": False}
+    call = {"type": "function", "function": {"name": "pay", "arguments": arguments}}
+    prompt = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    keep(path, Turn(json.dumps(prompt).encode(), b"paid", True), turn_of(1))
+    assert History(path).forget(text) == 1
+    assert [turn.prompt[0]["content"] for turn in History(path).turns()] == ["Say 1"]
 
 
 def test_turns_are_exported_and_imported(path: Path, tmp_path: Path) -> None:
@@ -205,6 +219,41 @@ def test_only_new_texts_are_trained_on(learner: Learner) -> None:
     assert len(learner.texts()) == 3
 
 
+def test_after_a_run_in_vain_a_tenth_of_the_texts_has_to_be_newer(learner: Learner, path: Path) -> None:
+    """Also in a full history, which drops a text for each that comes."""
+    start = learner.texts()[-1].written_on
+    turns = [StoredTurn(SCOPE, turn_of(number), start + number) for number in range(1, 70)]
+    learner.note(Run(through=start, tried=start + 60))
+
+    def is_due(dropped: int) -> bool:
+        with closing(Store.open(path)) as opened:
+            opened.remove([], list(opened.turns()))
+            opened.put([], turns[dropped : 60 + dropped])
+        return learner.is_due()
+
+    assert [is_due(dropped) for dropped in (0, 5, 6)] == [False, False, True]
+
+
+def test_a_run_is_kept_from_a_folder_that_another_still_has(learner: Learner, path: Path) -> None:
+    """If it made the folder anew, the other one could write there what was forgotten meanwhile."""
+    with locked(learner.folder, "the other one"):
+        History(path).forget("words")
+        with pytest.raises(RequestError, match="another run trains"):
+            training.adapt(learner, PRICES, progress=ignore_progress)
+        assert not learner.folder.exists()
+
+
+def test_a_stopped_run_whose_texts_the_history_dropped_begins_with_those_it_has(
+    learner: Learner, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(path, *(Turn(f'"number {number}"'.encode(), b"words", True) for number in range(60)))
+    learner.note(Run(until=1.0))
+    monkeypatch.setattr(training, "trained", Mock(side_effect=Cancelled("it has begun")))
+    with pytest.raises(Cancelled):
+        training.adapt(learner, PRICES, progress=ignore_progress)
+    assert len(learner.texts()) == 63 and learner.run.until == learner.texts()[-1].written_on
+
+
 def test_a_replay_takes_drafts_of_the_best_length() -> None:
     prices = PassTimes({n: 1.0 + 0.1 * n for n in range(1, 10)}, 0.1)
     assert training.speed([[False] * 9], prices) == pytest.approx(1.1 / 1.3)
@@ -260,3 +309,14 @@ def test_it_trains_while_nothing_runs_on_mains_power(idle: SimpleNamespace) -> N
     until(lambda: calls == ["pause", "go", "pause"])
     idle.idle.close()
     assert calls[-1] == "stop"
+
+
+def test_it_goes_on_after_a_start_and_a_process_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"_LOOK_S": 0.01, "_LOOK_AGAIN_S": 0.01, "CALM_S": 0.0, "on_battery": lambda: False}
+    for name, value in settings.items():
+        monkeypatch.setattr(adapting, name, value)
+    ended = Mock(**{"wait.return_value": True})
+    type(ended).result = PropertyMock(side_effect=EdgespecError("it was not trained"))
+    begin = Mock(side_effect=[EdgespecError("another run trains"), ended, _Process()])
+    with closing(WhenIdle(begin, lambda: True)):  # requests come all the time
+        until(lambda: begin.call_count == 3)

@@ -216,6 +216,22 @@ class TestWriter:
         assert len(stored(path).entries) == 1
 
     @RENAMES
+    @pytest.mark.parametrize("others", [[], [passage_of(2)]])
+    def test_a_history_that_is_deleted_or_replaced_in_use_is_reported_and_left_alone(
+        self, path: Path, others: list[Passage]
+    ) -> None:
+        writer = _writer(path)
+        History(path).delete()
+        if others:
+            merge(path, delta_of(*others))
+        _tell(writer, 1)
+        writer.flush()
+        assert writer.problem is not None and "was deleted or replaced" in writer.problem
+        writer.close()
+        assert path.exists() == bool(others)
+        assert [entry.passage for entry in stored(path).entries] == others
+
+    @RENAMES
     def test_a_damaged_file_that_cannot_be_renamed_now_is_later(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -267,15 +267,13 @@ class AlignedCheckpoint(Checkpoint):
         return kind, raw
 
 
-def open_aligned(source: Path, alignment: Path | None) -> Checkpoint:
-    """Open a GGUF file or a Hugging Face directory, with an alignment in it if one is named.
+def open_aligned(source: Path, alignment: Path) -> Checkpoint:
+    """Open a GGUF file or a Hugging Face directory with an alignment in it.
 
     Raises:
         ModelFileError: either is damaged, or the alignment is another checkpoint's.
         UnsupportedModelError: a model that edgespec cannot export.
     """
-    if alignment is None:
-        return open_checkpoint(source)
     aligned = read_alignment(alignment)
     checkpoint = open_checkpoint(source)
     try:

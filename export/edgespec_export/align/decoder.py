@@ -21,9 +21,9 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.decoders.operations import UNUSUAL, XIELU, Activation, Attention, Backend, Rope, Rows
 from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import fields
-from edgespec_models.files.tensors import FLOATS
+from edgespec_models.files.tensors import FLOATS, U8, GGMLType
 
-_ROWS: Final = 256  # answer tokens with logits in memory at a time: a row may have 262,144 logits
+_ROWS: Final = 64  # answer tokens with logits in memory at a time: a row may have 262,144 logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,48 @@ class Batch:
     def labels(self) -> Tensor:
         """The answers' tokens, one text after the other."""
         return self.ids[:, 1:][self.answer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    """A quantized matrix, which takes a quarter of the memory that its float32 would.
+
+    Weights are ``scale * (code - zero) - minimum``. ``codes`` are uint8 ``(rows, columns)``, ``scales`` and
+    ``minimums`` float32 ``(rows, blocks)``. ``factors`` of a row grow: a scale for each block of the file,
+    and with minimums one for these.
+    """
+
+    codes: Tensor
+    zero: int
+    scales: Tensor
+    minimums: Tensor | None
+    factors: int
+
+    @classmethod
+    def of(cls, kind: GGMLType, raw: U8, device: str) -> "_Quantized":
+        """The matrix of raw blocks, uint8 ``(rows, blocks, bytes)``."""
+        blocks = fields(kind, raw).blocks()
+        arrays = blocks.codes, blocks.scales, blocks.minimums
+        codes, scales, minimums = (
+            None if array is None else torch.from_numpy(np.array(array)).to(device) for array in arrays
+        )
+        assert codes is not None and scales is not None
+        return cls(codes, blocks.zero, scales, minimums, raw.shape[1] * kind.factors)
+
+    def grown(self, growth: Tensor) -> Tensor:
+        """The weights whose factors grow by ``growth``, float32 ``(factors, rows)``."""
+        kinds = 1 if self.minimums is None else 2
+        factors = (1.0 + growth.T).unflatten(1, (-1, kinds)).unbind(2)
+        weights = self.codes.unflatten(1, (self.scales.shape[1], -1)).float() - self.zero
+        weights = weights * _by_block(self.scales, factors[0])
+        if self.minimums is not None:
+            weights = weights - _by_block(self.minimums, factors[1])
+        return weights.flatten(1)
+
+
+def _by_block(values: Tensor, factors: Tensor) -> Tensor:
+    """Values of blocks ``(rows, blocks)`` times factors of the file's blocks: ``(rows, blocks, 1)``."""
+    return (values.unflatten(1, (factors.shape[1], -1)) * factors[..., None]).flatten(1)[..., None]
 
 
 class TorchDecoder(Backend):
@@ -65,24 +107,25 @@ class TorchDecoder(Backend):
         self.config, self._record = source.config, record(source.config)
         self._record.refuse(type(self), self.config.architecture)
         self._source, self._device = source, device
-        self._weights = {name: self._weight(name) for name in source.tensors}
         self.parameters: dict[str, Tensor] = {}
-        self._minimums: dict[str, Tensor] = {}  # of quantized matrices: (rows, blocks of their codes)
+        self._weights: dict[str, Tensor] = {}
+        self._quantized: dict[str, _Quantized] = {}
         products = self._record.products.values()
         projections = {name for made in products if made.part for name in made.matrices}
         generator = torch.Generator().manual_seed(seed)
-        for name, weight in self._weights.items():
+        for name in source.tensors:
             stored = source.tensor(name).type
-            if name.endswith("norm"):
-                self.parameters[name] = weight
-            elif name not in projections:
+            if name in projections and stored.factors:
+                self._quantized[name] = matrix = _Quantized.of(*source.read(name), device)
+                self.parameters[name + BLOCKS] = torch.zeros(matrix.factors, len(matrix.codes))
                 continue
-            elif stored in FLOATS:
-                rows, columns = weight.shape
+            self._weights[name] = torch.from_numpy(np.array(source.values(name))).to(device)
+            if name.endswith("norm"):
+                self.parameters[name] = self._weights[name]
+            elif name in projections and stored in FLOATS:
+                rows, columns = self._weights[name].shape
                 a = torch.empty(rank, columns).uniform_(-1, 1, generator=generator) / sqrt(columns)
                 self.parameters |= {f"{name}.lora_b": torch.zeros(rank, rows), f"{name}.lora_a": a}
-            elif stored.factors:
-                self.parameters[name + BLOCKS] = self._factors(name)
         for name, value in self.parameters.items():
             self.parameters[name] = value.to(device).requires_grad_()
             if name in self._weights:
@@ -130,22 +173,11 @@ class TorchDecoder(Backend):
         values = self._source.values(name)
         return values.reshape(-1, values.shape[-1])
 
-    def _weight(self, name: str) -> Tensor:
-        return torch.from_numpy(np.array(self._source.values(name))).to(self._device)
-
     def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self._logits(rows), labels, reduction="none")
 
     def _logits(self, rows: Tensor) -> Tensor:
         return F.linear(rows, self._weights[self._source.stored_name("lm_head")])
-
-    def _factors(self, name: str) -> Tensor:
-        """The growth of a quantized matrix's factors, zero at first: ``(factors, rows)``."""
-        kind, raw = self._source.read(name)
-        minimums = fields(kind, raw).blocks().minimums
-        if minimums is not None:
-            self._minimums[name] = torch.from_numpy(minimums).to(self._device)
-        return torch.zeros(raw.shape[1] * kind.factors, raw.shape[0])
 
     def embed(self, rows: int, width: int, scale: float = 1.0) -> Tensor:
         return F.embedding(self._batch.ids[:, :-1], self._weights["embed"]) * scale
@@ -177,26 +209,14 @@ class TorchDecoder(Backend):
 
     def product(self, name: str, x: Tensor) -> Tensor:
         """A product with the matrix ``name`` and its trained change."""
-        if name + BLOCKS in self.parameters:
-            return self._scaled(name, x)
-        y = F.linear(x, self._weights[name], self._weights.get(f"{name}_bias"))
+        bias = self._weights.get(f"{name}_bias")
+        if name in self._quantized:
+            return F.linear(x, self._quantized[name].grown(self.parameters[name + BLOCKS]), bias)
+        y = F.linear(x, self._weights[name], bias)
         if f"{name}.lora_b" not in self.parameters:
             return y
         a, b = self.parameters[f"{name}.lora_a"], self.parameters[f"{name}.lora_b"]
         return y + F.linear(F.linear(x, a), b.T)
-
-    def _scaled(self, name: str, x: Tensor) -> Tensor:
-        """The product with a matrix whose scales and minimums grow, each by a factor of its own."""
-        grown = 1.0 + self.parameters[name + BLOCKS].T
-        grown = grown.unflatten(1, (-1, self._source.tensor(name).type.factors))
-        scales, minimums = grown[..., :1], self._minimums.get(name)
-        weight = (self._weights[name].unflatten(1, (len(grown[0]), -1)) * scales).flatten(1)
-        y = F.linear(x, weight, self._weights.get(f"{name}_bias"))
-        if minimums is None:
-            return y
-        # A minimum belongs to a block of codes: it multiplies the sum of its inputs.
-        more = (minimums.unflatten(1, (len(grown[0]), -1)) * (scales - grown[..., 1:])).flatten(1)
-        return y + F.linear(x.unflatten(-1, (more.shape[1], -1)).sum(-1), more)
 
     def gated(
         self, x: Tensor, name: str, names: tuple[str, ...], rows: int, activation: Activation | XIELU
