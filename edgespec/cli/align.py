@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
-from edgespec.cli.options import JsonFlag, MaxNewTokens, filled, of, shared
+from edgespec.cli.options import JsonFlag, MaxNewTokens, filled, is_stated, of, shared
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.loading.options import LoadOptions
 from edgespec_export.align.settings import TrainingOptions
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_NAME, _LONGEST_LICENCE = 200, 2000  # characters, in an alignment
+_OF_HISTORIES = frozenset({"drafter", "target", "history", "namespace", "device", "threads", "as_json"})
 
 
 @shared(
@@ -115,10 +116,17 @@ def align(
     from edgespec.loading.opening import open_model
     from edgespec_models.storage import writing
 
-    if not answers_only:
-        require("aligning", "align", "torch")
     if (out is None) is (history is None):
         raise RequestError("give either --out DIR, for an alignment, or --history NAME")
+    others = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if is_stated(context, str(parameter.name)) and str(parameter.name) not in _OF_HISTORIES
+    ]
+    if history is not None and others:
+        raise RequestError(f"--history trains on what it has; leave out {', '.join(others)}")
+    if not answers_only:
+        require("aligning", "align", "torch")
     if out is None:
         _adapt(drafter, target, str(history), namespace, (device, context.params["threads"]), as_json)
         return

@@ -10,7 +10,7 @@ import typer
 from edgespec.cli import options
 from edgespec.cli.answers import answer_json, content_of, sources_line, stats_line, stream_to_terminal
 from edgespec.cli.console import errors, json_text, note, print_json, progress_bars
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import EdgespecError, RequestError
 
 if TYPE_CHECKING:
     from edgespec.answering.results import Generation
@@ -50,6 +50,7 @@ def chat(
 
         edgespec chat ./my-bundle --drafter ngram --temperature 0.7 --system "Answer in one sentence."
     """
+    request: RequestOptions = {"sampling": "recommended", **options.request_options(context)}
     with progress_bars() as progress:
         model = options.load_model(context, progress)
     with model:
@@ -58,7 +59,6 @@ def chat(
                 f"{model.name} has no chat template; give one (--chat-template), use 'edgespec generate', or "
                 "another model"
             )
-        request: RequestOptions = {"sampling": "recommended", **options.request_options(context)}
         if (advice := model.target.manifest.sampling) is not None:
             note(f"The model's makers advise {advice}. With --temperature 0 answers are greedy.")
 
@@ -107,7 +107,7 @@ def _show_answer(talk: _Chat, text: str) -> None:
         except KeyboardInterrupt:
             stream.cancel()
             answer = stream.result
-    except RequestError as error:  # such as a conversation that outgrew the context
+    except EdgespecError as error:  # such as a conversation that outgrew the context
         note(f"error: {error} (/clear starts anew)", style="red")
         return
     talk.last = answer

@@ -31,7 +31,7 @@ def output() -> "Console":
     """The console on standard output."""
     from rich.console import Console
 
-    return Console(highlight=False)
+    return Console(highlight=False, emoji=False)  # emojis would stand for :end: in x[1:end:2]
 
 
 @cache
@@ -39,7 +39,7 @@ def errors() -> "Console":
     """The console on standard error."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def say(line: str, style: str = "") -> None:
@@ -60,10 +60,11 @@ def fail(error: BaseException | str) -> NoReturn:
 
 
 def allow_any_text() -> None:
-    """Let characters that standard output cannot encode become question marks instead of errors."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
+    """Let what standard input and output cannot decode or encode become marks instead of errors."""
+    for stream in (sys.stdin, sys.stdout):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

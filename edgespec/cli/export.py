@@ -135,7 +135,7 @@ def export(
 
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
-    from edgespec.loading.first_use import alignment_of, locate, refuse_head
+    from edgespec.loading.first_use import alignment_of, check_drafter, locate
     from edgespec_export.export import export_model
 
     quantization = _quantization(bits, mixed)
@@ -146,9 +146,9 @@ def export(
         _via_optimum(source, out, optimum_cli, overwrite=context.params["overwrite"], as_json=as_json)
         return
     native = ExportOptions(weights=context.params["weights"], device=made_for).native
-    if target is not None and not native:
-        refuse_head(source, target, native=False)
     with progress_bars() as progress:
+        if target is not None and not native:
+            check_drafter(source, target, progress, native=False)
         file, entry = locate(source, progress, note, native=native)
         drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
         made = options.filled(

@@ -36,11 +36,10 @@ def generate(
 
         edgespec generate qwen2.5-coder-0.5b-instruct "def fib(n):" --raw --json
     """
-    text = _read(prompt)
+    text, request = _read(prompt), options.request_options(context)
     with progress_bars() as progress:
         model = options.load_model(context, progress)
     with model:
-        request = options.request_options(context)
         if raw or special or model.target.chat_template is None:
             if image:
                 raise typer.BadParameter("only the chat template shows pictures", param_hint="--image")

@@ -81,9 +81,10 @@ def serve(
     """
     require("serving", "server", "prometheus_client", "starlette", "uvicorn")
     limits = options.filled(ServeOptions, context, api_key=read_key(api_key_file))
-    if len(targets) > 1 and (context.params["adapters"] or context.params["mmproj"]):
+    if len(targets) > 1 and any(context.params[name] for name in ("adapters", "mmproj", "chat_template")):
         raise RequestError(
-            "--adapter and --mmproj are for one target, and there are several; serve each by itself"
+            "--adapter, --mmproj and --chat-template are for one target, and there are several; serve each "
+            "by itself"
         )
     with bound_socket(
         limits.host, limits.port
@@ -128,7 +129,7 @@ def _name_of(target: str) -> str:
     path = Path(target)
     if (path / MANIFEST).is_file():
         return Bundle(path).manifest.name
-    return path.resolve().name.removesuffix(".gguf").partition("@")[0]
+    return path.resolve().name.partition("@")[0].removesuffix(".gguf")
 
 
 def read_key(file: Path | None) -> str | None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from starlette.requests import Request
 
@@ -28,7 +28,8 @@ from edgespec_models.schema import length, lone_surrogate, no_number, read, show
 T = TypeVar("T")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort", "enable_thinking")
-_MOST = 2**31 - 1  # tokens
+MOST_TOKENS = 2**31 - 1
+"""The most tokens that a request may ask for."""
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, perhaps of whole ones
 _TOGETHER = 8  # requests of the greatest size whose bodies may arrive at once
 _MOST_TEXTS = 1 << 15  # of a request
@@ -59,7 +60,6 @@ UNUSED = logging.getLogger("edgespec.serve.unused")
 _OF_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send with a page's body
 _OF_PROGRAMS = ("", "application/x-www-form-urlencoded")  # some send JSON so, as curl -d does
 _MOST_MESSAGES = 1000
-_CLOSE = {"Connection": "close"}  # else the rest of the body would be read as the next request
 
 
 class Once(logging.Filter):
@@ -124,10 +124,8 @@ class Body(Sampling):
 class _Common(Body):
     """The fields that chat and text completions share."""
 
-    usual_tokens: ClassVar[int] = _MOST  # of an answer if neither the request nor the server says so
-
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, within(1, _MOST)] | None = None
+    max_tokens: Annotated[int, within(1, MOST_TOKENS)] | None = None
     logit_bias: Mapping[str, float] | None = None
     stop: str | Sequence[str] | None = None
     n: Annotated[int, within(1, 16)] = 1
@@ -170,7 +168,7 @@ class ChatBody(_Common):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[Sequence[Mapping[str, Any]], length(1)]
-    max_completion_tokens: Annotated[int, within(1, _MOST)] | None = None
+    max_completion_tokens: Annotated[int, within(1, MOST_TOKENS)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -278,11 +276,9 @@ class CompletionBody(_Common):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[Sequence[int | str | Sequence[int]], length(1)]
-    usual_tokens = 1024  # a text need not end
-
     special: bool = False  # edgespec's own
     suffix: str | None = None
-    max_tokens: Annotated[int, within(0, _MOST)] | None = None
+    max_tokens: Annotated[int, within(0, MOST_TOKENS)] | None = None
     logprobs: Annotated[int, within(0, 5)] | None = None
     echo: bool = False
 
@@ -364,7 +360,7 @@ class InfillBody(Body):
     input_suffix: str
     prompt: str = ""  # of the prefix, what stands on the cursor's line
     input_extra: Sequence[InfillFile] = ()
-    n_predict: Annotated[int, within(-1, _MOST)] = -1
+    n_predict: Annotated[int, within(-1, MOST_TOKENS)] = -1
     stop: str | Sequence[str] = ()
     response_fields: Sequence[str] = ()
     max_lines: Annotated[int, within(1)] | None = None  # edgespec's own
@@ -403,9 +399,9 @@ async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_page = any(name in request.headers for name in _OF_PAGES)
     if kind != "application/json" and (is_page or kind not in _OF_PROGRAMS):  # any page may send others
-        raise Problem(415, f"the Content-Type is {kind!r:.80}; send application/json", headers=_CLOSE)
+        raise Problem(415, f"the Content-Type is {kind!r:.80}; send application/json")
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise Problem(415, f"the body is compressed ({coding!r:.80}); send it as it is", headers=_CLOSE)
+        raise Problem(415, f"the body is compressed ({coding!r:.80}); send it as it is")
     arrival, arriving = asyncio.timeout(options.body_timeout_s), request.app.state.arriving
     try:
         async with arrival:
@@ -418,7 +414,7 @@ async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
             408,
             f"the request did not arrive within {options.body_timeout_s:g} s, or had to make room for newer "
             "ones",
-            headers=_CLOSE,
+            headers={"Connection": "close"},  # the rest may never come
         ) from None
     finally:
         arriving.pop(arrival, None)
@@ -493,7 +489,6 @@ async def _read(
         f"the request is longer than {limit:,} bytes; send less, or start the server with more "
         "--max-request-bytes",
         "request_too_large",
-        _CLOSE,
     )
 
 

@@ -23,7 +23,15 @@ from edgespec.engine import Model
 from edgespec.models import Models
 from edgespec.running.embedding import Embeddings, Scores
 from edgespec.running.stream import Answers, Stream
-from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, RerankBody, read_body
+from edgespec.serve.bodies import (
+    MOST_TOKENS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    InfillBody,
+    RerankBody,
+    read_body,
+)
 from edgespec.serve.metrics import count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
@@ -41,6 +49,7 @@ from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 
 T = TypeVar("T")
 R = TypeVar("R", Embeddings, Scores)
+_MOST_OF_A_TEXT = 1024  # tokens
 _AT_ONCE_S = 0.2
 """Seconds that headers wait for an early error."""
 RERANKING = ("/v1/rerank", "/v2/rerank", "/rerank")
@@ -204,8 +213,11 @@ class Completions:
 
     async def ask(self, job: Job, model: Model, left_s: float) -> Answers:
         """Ask a model. A long prompt takes a while to encode."""
-        usual: dict[str, Any] = {"max_new_tokens": self._options.max_new_tokens or job.body.usual_tokens}
-        if self._options.sampling and isinstance(job.body, ChatBody):
+        # Ollama's raw prompts and fills have a chat's body. Such a text need not end.
+        is_chat = isinstance(job.body, ChatBody) and not isinstance(job.prompts[0], Hole | str)
+        most = self._options.max_new_tokens or (MOST_TOKENS if is_chat else _MOST_OF_A_TEXT)
+        usual: dict[str, Any] = {"max_new_tokens": most}
+        if self._options.sampling and is_chat:
             usual["sampling"] = self._options.sampling
         options = {**usual, **job.options(model), "timeout": left_s}
         job.reply.use(model)
@@ -251,6 +263,7 @@ class _EventStream(StreamingResponse):
     def __init__(self, completions: Completions, request: Request, job: Job) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # keeps proxies from buffering
         super().__init__(self._lines(), media_type=job.reply.media_type, headers=headers)
+        self._path = request.scope["path"]
         self._completions, self._job, self._reply = completions, job, job.reply
         self._count, options = count_of(request), job.body.stream_options
         self._with_usage = options is not None and options.include_usage
@@ -337,7 +350,7 @@ class _EventStream(StreamingResponse):
                 yield line
         except (EdgespecError, Problem) as error:  # the status is sent already
             problem = error if isinstance(error, Problem) else of_error(error)
-            yield self._reply.line(self._reply.failed(problem))
+            yield self._reply.line(self._reply.failed(problem, self._path))
         else:
             if self._with_usage:
                 yield self._reply.line(self._reply.used(answers.results))
@@ -431,5 +444,8 @@ def _check_ended(answer: Generation, tokens: int) -> None:
 
 
 def _too_late() -> Problem:
-    problem = "no token was written within --timeout, because too many requests wait; ask again later"
+    problem = (
+        "no token was written within --timeout, while the model was loaded, read a long prompt or answered "
+        "others; ask again later, or start the server with more --timeout"
+    )
     return Problem(503, problem, "timeout", {"Retry-After": "30"})

@@ -25,7 +25,6 @@ from edgespec.serve.blocks import (
 )
 from edgespec.serve.bodies import Body, ChatBody, Effort
 from edgespec.serve.completions import Completions, Job
-from edgespec.serve.problems import Problem
 from edgespec.serve.replies import Json
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, within
@@ -204,10 +203,6 @@ class MessageReply(BlockReply):
     def end(self, answer: Generation) -> list[Json]:
         delta = {"type": "message_delta", "delta": _ended(answer), **self._cost(answer)}
         return [*self.close(), delta, {"type": "message_stop"}]
-
-    def failed(self, problem: Problem) -> Json:
-        """An error in Anthropic's form."""
-        return problem.to_json("/v1/messages")
 
     def _opened(self, block: Block) -> list[Json]:
         return [{"type": "content_block_start", "index": block.index, "content_block": _content(block)}]

@@ -144,19 +144,15 @@ class GenerateBody(_Body):
         if self.images and (self.raw or self.suffix):
             raise RequestError("are for questions; leave them out, or raw and suffix", "images")
 
-    def chat(self) -> ChatBody:
-        """The same request as a chat. Raw prompts and fills use its options only."""
+    def job(self, reply: Reply) -> Job:
+        """The request's job. Raw prompts and fills use a chat's options only."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         content = _with_images(self.prompt, self.images, "images")
         chat = self.about([*system, {"role": "user", "content": content}])
-        return chat if not (self.raw or self.suffix) or self.think else replace(chat, reasoning_effort=None)
-
-    def job(self, reply: Reply) -> Job:
-        """The request's job."""
-        chat = self.chat()
-        if self.suffix:
-            return Job(chat, [Hole(self.prompt, self.suffix)], reply, _NAMES)
-        prompt = self.prompt if self.raw else chat.conversation()
+        if not (self.raw or self.suffix):
+            return Job(chat, [chat.conversation()], reply, _NAMES)
+        chat = chat if self.think else replace(chat, reasoning_effort=None)  # a text has none to turn off
+        prompt = Hole(self.prompt, self.suffix) if self.suffix else self.prompt
         return Job(chat, [prompt], reply, _NAMES, more={"special": True} if self.raw else {})
 
 
@@ -267,10 +263,6 @@ class OllamaReply(Reply):
         """The calls, why it ended, and what it cost."""
         calls = [self._piece(calls=answer.tool_calls)] if answer.tool_calls else []
         return [*calls, self._piece() | self._ended(answer)]
-
-    def failed(self, problem: Problem) -> Json:
-        """An error in Ollama's form."""
-        return problem.to_json("/api/")
 
     def line(self, event: Mapping[str, Any]) -> str:
         """A line in ASCII, because some clients take U+2028 for the end of a line."""

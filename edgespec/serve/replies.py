@@ -132,9 +132,9 @@ class Reply(ABC):
         """The event that ``stream_options.include_usage`` asks for."""
         raise NotImplementedError
 
-    def failed(self, problem: Problem) -> Json:
-        """The event that says why nothing more comes."""
-        return problem.to_json()
+    def failed(self, problem: Problem, path: str) -> Json:
+        """The event that says why nothing more comes, in the form of the requests at ``path``."""
+        return problem.to_json(path)
 
     def line(self, event: Mapping[str, Any]) -> str:
         """An event as a line of the stream."""
@@ -199,7 +199,7 @@ class _Completion(Reply):
             }
             for at, generation in enumerate(answers)
             for choice, answer in zip(
-                self._to_prompt(at, len(generation.choices)), generation.choices, strict=True
+                self.choices(range(at * self.n, (at + 1) * self.n)), generation.choices, strict=False
             )
         ]
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
@@ -210,9 +210,6 @@ class _Completion(Reply):
             choices.append(copy(self))
             choices[-1].index = index
         return choices
-
-    def _to_prompt(self, at: int, count: int) -> Sequence[Self]:
-        return self.choices(range(at * self.n, at * self.n + count))
 
     def reading(self, progress: PromptProgress) -> list[Json]:
         """A chunk about the reading of the prompt, in llama.cpp's form: beside an empty piece."""

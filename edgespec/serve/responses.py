@@ -153,10 +153,11 @@ class ResponseStore:
         self._drop()
 
     def get(self, id_: str, where: str) -> tuple[Json, list[Json]]:
-        """A response and its chat. Problem with status 404 and the likely reason if they are gone."""
+        """A response and its chat, whose time begins anew. Problem (404) with the reason if they are gone."""
         self._drop()
         if id_ not in self._kept:
             raise self._missing(id_, where)
+        self._kept[id_] = (self._clock(), *self._kept.pop(id_)[1:])
         return self._kept[id_][2:]
 
     def item(self, id_: object, where: str) -> Json:
@@ -215,7 +216,7 @@ class ResponseReply(BlockReply):
         response = self._ended(answer)
         return [*self.close(), self._event(response["status"], response=response)]
 
-    def failed(self, problem: Problem) -> Json:
+    def failed(self, problem: Problem, path: str) -> Json:
         """An error as an event. OpenAI's client raises events with the field ``error``."""
         error = {"code": problem.code, "message": problem.message, "param": problem.field}
         return self._event("error", **error, **problem.to_json()) | {"type": "error"}

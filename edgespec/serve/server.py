@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
+from time import monotonic
+from types import FrameType
 from typing import Any, cast
 
 import uvicorn
@@ -66,26 +65,28 @@ class Server(uvicorn.Server):
         _LOG.info("shutting down; running requests have %g s", self._app.options.shutdown_s)
         ending = asyncio.create_task(self._end_model())
         await super().shutdown(sockets=sockets)
+        if self.force_exit and (tasks := [*self.server_state.tasks]):
+            self._end_connections()
+            await asyncio.wait(tasks, timeout=1.0)  # else the log has a traceback of each
         ending.cancel()
 
     async def _end_model(self) -> None:
-        await asyncio.sleep(self._app.options.shutdown_s)
+        until = monotonic() + self._app.options.shutdown_s
+        while not self.force_exit and monotonic() < until:
+            await asyncio.sleep(0.1)
+        if self.force_exit:  # from Python 3.12 on, uvicorn's wait for open connections
+            self._end_connections()
+            return
         await asyncio.to_thread(self._app.models.close)
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Like uvicorn's, but the signal is not raised again afterwards: the program ends by returning.
+    def _end_connections(self) -> None:
+        for connection in [*self.server_state.connections]:
+            cast(Connection, connection).end()
 
-        Otherwise SIGTERM would end the process before the model stored what it learned.
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End in order at the first signal, and at once at the second.
+
+        Uvicorn would raise the signal again afterwards, and SIGTERM would end the process before the model
+        stored what it learned.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        names = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break
-        known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-        before = {number: signal.signal(number, self.handle_exit) for number in known}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self.force_exit, self.should_exit = self.should_exit, True

@@ -13,7 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import COMMANDS, app
+from edgespec.cli.console import note, say
+from edgespec.cli.serve import _name_of
 from edgespec_models.downloads import catalog
+from edgespec_models.errors import TokenizerError
 from tests.kit.downloads import CONTENT, FROM_HUB, Hub
 from tests.kit.fake_model import FakeModel, FakeStream
 from tests.kit.gguf import tiny_gguf
@@ -123,6 +126,23 @@ def test_threads_beyond_reason_are_refused_before_a_model_is_sought(use: Use, co
     assert "no-such-model" not in result.stderr
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("option", "value", "code", "says"),
+    [
+        ("--thinking", "maybe", 2, "'maybe' is unknown; allowed: on, off"),
+        ("--prediction", "no-such-file", 1, "no-such-file"),
+    ],
+)
+def test_wrong_requests_are_told_before_a_model_is_loaded(
+    use: Use, command: str, option: str, value: str, code: int, says: str
+) -> None:
+    loaded = use(FakeModel())
+    result = run(command, "t", option, value, stdin="hello")
+    assert (result.exit_code, loaded) == (code, [])
+    assert says in " ".join(result.stderr.split())
+
+
 def test_generate_reads_standard_input_and_prints_json(use: Use) -> None:
     use(FakeModel(template=False))
     result = run("generate", "t", "--json", "--no-speculation", stdin="ünïcode\n")
@@ -150,13 +170,17 @@ def test_what_was_rolled_back_stands_beside_the_cost(use: Use) -> None:
         ("export {tmp}/none.gguf -o {tmp}/out", "does not exist"),
         ("export no-such-model -o {tmp}/out", "no-such-model"),
         ("inspect {tmp}", "is not a bundle"),
+        ("serve a b --chat-template {tmp}/t --port 0", "--chat-template are for one target"),
+        ("align d --target t --history h --prompts p --rank 4", "leave out --prompts, --rank"),
+        ("align d --target t --history h --answers-only", "leave out --answers-only"),
     ],
 )
 def test_failures_come_before_loads_and_writes(use: Use, tmp_path: Path, arguments: str, says: str) -> None:
     loaded = use(FakeModel(template=False))
     result = run(*arguments.format(tmp=tmp_path).split(), stdin="hi\n")
     assert result.exit_code == 1 and says in " ".join(result.stderr.split())
-    assert list(tmp_path.iterdir()) == [] and loaded == ([("t", "auto", 0)] if "chat" in arguments else [])
+    expected = [("t", "auto", 0)] if arguments.startswith("chat") else []
+    assert list(tmp_path.iterdir()) == [] and loaded == expected
 
 
 def test_an_empty_prompt_is_misuse_and_ctrl_c_ends_with_130(use: Use) -> None:
@@ -180,6 +204,17 @@ def test_chat_keeps_the_conversation_until_it_is_cleared(use: Use) -> None:
     result = run("chat", "t", "--json", stdin="one\n\ntwo\n")
     texts = [json.loads(line)["text"] for line in result.stdout.splitlines()]
     assert texts == ["re: one", "re: one|re: one|two"]
+
+
+def test_an_answer_that_fails_does_not_end_the_chat(use: Use) -> None:
+    def fail(count: int) -> None:
+        if count == 1:
+            raise TokenizerError("the template failed")
+
+    use(FakeModel(on_call=fail))
+    result = run("chat", "t", stdin="hi\nagain\n")
+    assert result.exit_code == 0 and "error: the template failed (/clear starts anew)" in result.stderr
+    assert result.stdout.count("re: ") == 1 and "re: again\n" in result.stdout
 
 
 def test_pictures_go_with_the_question(use: Use) -> None:
@@ -333,6 +368,19 @@ def test_a_pull_that_fails_is_one_line_and_exit_code_1(toy: Path) -> None:
     assert (failed.exit_code, failed.stdout) == (1, "")
     message = "error: no source could deliver toy: could not reach the Hugging Face hub"
     assert failed.stderr.splitlines()[-1].startswith(message)
+
+
+def test_lines_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would make emojis of ``:date:`` and ``:end:``."""
+    line = "[bold]a[1:end:2] :date:"
+    say(line)
+    note(line)
+    assert capsys.readouterr() == (f"{line}\n", f"{line}\n")
+
+
+def test_a_file_of_the_hub_is_served_without_its_revision_in_its_name() -> None:
+    names = {"hf:owner/name/F.gguf@main": "F", "hf:owner/name@main": "name", "folder/F.gguf": "F"}
+    assert {target: _name_of(target) for target in names} == names
 
 
 def test_misuse_is_exit_code_2_and_the_version_is_told() -> None:

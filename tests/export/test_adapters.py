@@ -221,4 +221,4 @@ def test_plans_count_what_adapters_change(tmp_path: Path) -> None:
 def test_a_server_of_several_models_takes_no_adapter_or_tower(option: str) -> None:
     result = CliRunner().invoke(app, ["serve", "one", "two", option, "a"])
     said = " ".join(result.output.split())
-    assert result.exit_code != 0 and "--adapter and --mmproj are for one target" in said
+    assert result.exit_code != 0 and "--adapter, --mmproj and --chat-template are for one target" in said

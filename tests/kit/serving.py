@@ -333,6 +333,14 @@ def ask(
 
 
 @contextmanager
+def leaving(url: str, path: str, body: object) -> Iterator[None]:
+    """A request whose client leaves at the end of the block."""
+    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)) as connection:
+        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        yield
+
+
+@contextmanager
 def open_stream(
     url: str, body: object, path: str = "/v1/chat/completions"
 ) -> Iterator[http.client.HTTPResponse]:

@@ -82,13 +82,14 @@ BEGINNINGS = {
     "half a line": b"GET /hea",
     "half a body": post(100) + b"{",
 }
-UNREAD = GET + b"Content-Length: 99\r\n\r\n"
+UNREAD = {
+    "half a body that nobody reads": GET + b"Content-Length: 99\r\n\r\n",
+    "a body that is refused": post(2**40),
+}
 """Half of a body behind a head that is answered. Without more of it the connection is idle."""
 
 
-@pytest.mark.parametrize(
-    ("name", "slowly"), [*product(BEGINNINGS, [False, True]), ("half a body that nobody reads", True)]
-)
+@pytest.mark.parametrize(("name", "slowly"), [*product(BEGINNINGS, [False, True]), *product(UNREAD, [True])])
 def test_a_request_that_does_not_arrive_ends_its_connection(url: str, name: str, slowly: bool) -> None:
     """Also one that goes on arriving, byte by byte."""
     started = monotonic()
@@ -96,7 +97,7 @@ def test_a_request_that_does_not_arrive_ends_its_connection(url: str, name: str,
         if name.endswith("answer"):
             connection.sendall(GET + b"\r\n")
             answer(connection)
-        connection.sendall(BEGINNINGS.get(name, UNREAD))
+        connection.sendall((BEGINNINGS | UNREAD)[name])
         while slowly and monotonic() - started < 5:
             sleep(0.05)
             try:
@@ -197,11 +198,12 @@ def test_where_no_handle_is_left_the_log_has_one_line(
     with serving(ServedModel().as_model()) as url, socket.socket() as client:
         address = urlsplit(url)
         silent = connect(url)
-        sleep(0.1)
+        silent.sendall(GET + b"\r\n")
+        answer(silent)  # it is accepted, and idle
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
             client.connect((address.hostname, address.port))
-            sleep(0.5)
+            until(lambda: bool(caplog.messages))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         with silent:

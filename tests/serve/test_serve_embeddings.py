@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from time import sleep
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ import edgespec
 from edgespec import LoadOptions, Model
 from edgespec.serve.options import ServeOptions
 from edgespec_models.schema import read
-from tests.kit.models import queue_of
+from tests.kit.models import queue_of, runner_of
 from tests.kit.native import edit_manifest, tiny_native
 from tests.kit.serving import ask, serving
 from tests.kit.toy import until
@@ -98,7 +99,17 @@ def test_a_chat_model_says_what_it_lacks(tmp_path: Path) -> None:
     assert reply.status == 400 and "chats makes no vectors of texts" in reply.error
 
 
-def test_a_client_that_leaves_frees_the_model_and_others_wait_their_turn(model: Model, url: str) -> None:
+def test_a_client_that_leaves_frees_the_model_and_others_wait_their_turn(
+    model: Model, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = runner_of(model).text_reader._model
+    run = texts.predict_together
+
+    def slowly(rows: Any) -> Any:
+        sleep(0.01)
+        return run(rows)
+
+    monkeypatch.setattr(texts, "predict_together", slowly)
     body = {"model": "embeds", "input": TEXTS * 600}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})

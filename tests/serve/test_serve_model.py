@@ -14,7 +14,7 @@ from edgespec.history.manage import History
 from edgespec.loading.options import LoadOptions
 from edgespec.serve.options import ServeOptions
 from tests.kit.models import Gated, queue_of, toy_model, toy_session
-from tests.kit.serving import ask, drafting_model, events, open_stream, said, serving
+from tests.kit.serving import ask, drafting_model, events, leaving, open_stream, said, serving
 from tests.kit.toy import settle, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -173,8 +173,9 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_place(stream: b
     gate = Gated()
     with toy_model(gate) as model, serving(model) as url:
         gate.let(2)
-        with pytest.raises(TimeoutError):
-            ask(url, CHAT, body(LONG, stream=stream), timeout_s=0.5)
+        with leaving(url, CHAT, body(LONG, stream=stream)):
+            for _ in range(3):
+                assert gate.arrived.acquire(timeout=10)
         until(lambda: any(ticket.interruption is not None for ticket in queue_of(model).running))
         gate.open()
         until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
@@ -183,12 +184,13 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_place(stream: b
         assert said(ask(url, CHAT, body("next"))) != ""
 
 
-def test_time_that_is_up_while_a_prompt_is_read_ends_it() -> None:
+def test_time_that_is_up_while_a_prompt_is_read_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gated()
-    with toy_model(gate) as model, serving(model, ServeOptions(port=0, timeout_s=0.3)) as url:
+    with toy_model(gate) as model, serving(model) as url:
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(ask, url, CHAT, body(LONG, stream=True))
-            time.sleep(0.5)
+            assert gate.arrived.acquire(timeout=10)
+            monkeypatch.setattr("edgespec.running.ticket.monotonic", lambda: time.monotonic() + 1000)
             gate.let(1)
             assert events(future.result())[-1]["error"]["code"] == "timeout"
         assert len(gate.passes) == 1
@@ -197,13 +199,14 @@ def test_time_that_is_up_while_a_prompt_is_read_ends_it() -> None:
 def test_time_that_is_up_before_the_first_token_is_an_error_and_after_it_an_end() -> None:
     gate = Gated()
     short = ServeOptions(port=0, timeout_s=0.5)
-    with toy_model(gate) as model, serving(model, short) as url, ThreadPoolExecutor(2) as pool:
-        running = pool.submit(ask, url, CHAT, body("runs"))
+    with toy_model(gate) as model, serving(model, short) as url:
+        running = model.stream("runs", max_new_tokens=NEW)
+        running.start()
         assert gate.arrived.acquire(timeout=10)
         waiting = ask(url, CHAT, body("waits"))
         assert (waiting.status, waiting.json["error"]["code"]) == (503, "timeout")
         gate.open()
-        assert running.result().status in (200, 503)
+        assert running.run().finish_reason == "length"
 
 
 def test_what_was_learned_is_forgotten_by_the_model_too(tmp_path: Path) -> None:

@@ -222,10 +222,11 @@ def test_comments_of_a_load_come_now_and_then(
 def test_a_load_that_fails_late_is_told_by_an_event(shelf: Shelf, url: str, path: str) -> None:
     shelf.gate.clear()
     shelf.fault = EdgespecError("the disk is full")
-    threading.Timer(0.5, shelf.gate.set).start()
-    reply = ask(url, path, {**ASKED[path], "model": "small", "stream": True})
-    assert reply.status == 200
-    comment, event, rest = reply.body.decode().split("\n\n")
+    with open_stream(url, {**ASKED[path], "model": "small", "stream": True}, path) as response:
+        assert response.status == 200  # the headers are here, so it is late
+        comment = (response.readline() + response.readline()).decode().removesuffix("\n\n")
+        shelf.gate.set()
+        event, rest = response.read().decode().split("\n\n")
     named = path in ("/v1/responses", "/v1/messages")
     assert (comment, rest, event.startswith("event: error\ndata: ")) == (": loading small", "", named)
     told = json.loads(event.partition("data: ")[2])
@@ -260,11 +261,11 @@ def test_the_time_of_a_request_and_the_servers_end_end_its_wait(shelf: Shelf, mo
         assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
         late = events(ask(url, CHAT, to("small", stream=True)))
         assert [event["error"]["code"] for event in late] == ["timeout"]
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         with serving_models(models, ServeOptions(port=0, shutdown_s=0.1)) as url:
             waiting = pool.submit(ask, url, CHAT, to("small"))
             until(lambda: len(models._users) == 1)
-            threading.Timer(0.5, shelf.gate.set).start()
+            pool.submit(until, lambda: models._closed).add_done_callback(lambda _: shelf.gate.set())
         assert (waiting.result().status, waiting.result().json["error"]["code"]) == (503, "shutting_down")
 
 

@@ -151,6 +151,19 @@ def test_prompts_are_questions_fills_or_read_as_they_are(model: ServedModel, url
     assert fill[:2] == ("def f(", "):")
 
 
+def test_texts_that_need_not_end_have_a_limit_and_no_advice(model: ServedModel) -> None:
+    """Unlike chats."""
+    with serving(model.as_model(), ServeOptions(port=0, sampling="recommended")) as url:
+        ask(url, CHAT, asked())
+        ask(url, GENERATE, asked(GENERATE))
+        ask(url, GENERATE, asked(GENERATE, raw=True))
+        ask(url, GENERATE, asked(GENERATE, "def f(", suffix="):"))
+        ask(url, GENERATE, asked(GENERATE, raw=True, options={"num_predict": 2000}))
+    chat, text = (2**31 - 1, "recommended"), (1024, None)
+    found = [(options["max_new_tokens"], options.get("sampling")) for _, options in model.calls]
+    assert found == [chat, chat, text, text, (2000, None)]
+
+
 def test_forms_are_followed() -> None:
     """Objects have the properties that are named, and no others where a schema says nothing of them."""
     city = {"type": "object", "properties": {"name": {"enum": ["Bonn", "Köln"]}}, "required": ["name"]}

@@ -1,8 +1,10 @@
 """Who may ask a server, and how much: names, origins, keys, sizes, times."""
 
+import http.client
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +31,7 @@ def model() -> ServedModel:
 @pytest.fixture(scope="module")
 def url(model: ServedModel) -> Iterator[str]:
     names: Any = {"allow_hosts": ("box.lan",), "allow_origins": ("https://app.example",)}
-    options = ServeOptions(port=0, max_request_bytes=2000, body_timeout_s=0.3, **names)
+    options = ServeOptions(port=0, max_request_bytes=2000, **names)
     with serving(model.as_model(), options) as url:
         yield url
 
@@ -259,8 +261,24 @@ def test_long_requests_are_refused_whether_they_say_so_or_not(model: ServedModel
     assert len(model.calls) == before
 
 
-def test_a_request_that_trickles_in_is_ended(url: str) -> None:
-    assert answered(url, POST + b"Content-Length: 100\r\n\r\n{") == b"408"
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("kind", "status"), [("application/json", 413), ("text/plain", 415)])
+def test_who_sends_all_before_reading_is_told_of_a_refusal(
+    url: str, kind: str, status: int, chunked: bool
+) -> None:
+    """The connection holds less than the body, and goes on with the next request."""
+    body = b"x" * 2**24
+    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)) as client:
+        client.request("POST", CHAT, iter([body]) if chunked else body, {"Content-Type": kind})
+        response, connected = client.getresponse(), client.sock
+        assert response.status == status and response.read().startswith(b'{"error"')
+        client.request("GET", "/health")
+        assert client.getresponse().read() == b'{"status":"ok"}' and client.sock is connected
+
+
+def test_a_request_that_trickles_in_is_ended(model: ServedModel) -> None:
+    with serving(model.as_model(), ServeOptions(port=0, body_timeout_s=0.3)) as url:
+        assert answered(url, POST + b"Content-Length: 100\r\n\r\n{") == b"408"
 
 
 def test_with_a_key_only_who_has_it_is_answered() -> None:
