@@ -147,10 +147,10 @@ def load(
         takes, why = choose_gpu(target, drafter, options)
         made_for[0] = "cuda" if takes else None
     if isinstance(drafter, str | Path) and not (drafter in ("auto", NGRAM) or _are_made(target, drafter)):
-        from edgespec.loading.first_use import refuse_head
+        from edgespec.loading.first_use import check_drafter
 
         native = options.weights != "portable" and not any(made_for)
-        refuse_head(drafter, target, native=native)
+        check_drafter(drafter, target, progress, native=native)
     target_bundle = opening(
         target, "target", device=made_for[0], adapters=options.adapters, mmproj=options.mmproj
     )

@@ -15,7 +15,7 @@ from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.decoders.config import DecoderShape
-from edgespec_models.downloads.catalog import CatalogueEntry, find, hub_heads
+from edgespec_models.downloads.catalog import CatalogueEntry, entries, find, hub_heads
 from edgespec_models.downloads.download import pull, pulled_path
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError, shell_word
@@ -86,6 +86,8 @@ def found_at(path: Path, name: str, options: ExportOptions) -> Found:
         path = path if is_folder else parts_of(path)[0]
         return open_cached(folder_of(options, name_of(path), mark_of(path))) or path
     entry = find(name)
+    if entry.alignment is not None and options.role == "target":
+        raise RequestError(f"{entry.name} is aligned to draft and is no target; give it with --drafter")
     return open_cached(folder_of(options, entry.name, entry.mark)) or entry
 
 
@@ -111,8 +113,6 @@ def open_made(
             options = replace(options, target=_checkpoint_for(model, target, progress))
         name = name_of(model, options.target)
         return _export(model, folder_of(options, name, mark_of(model)), name, options, progress)
-    if model.alignment is not None and options.role == "target":
-        raise RequestError(f"{model.name} is aligned to draft and is no target; give it with --drafter")
     source = pull(model, progress=progress, notify=_LOG.warning)
     folder = folder_of(options, model.name, model.mark)
     return _export(source, folder, model.name, options, progress, alignment_of(model, options.device))
@@ -159,19 +159,27 @@ def mtp_layer(target: DecoderShape, left_out: object, reference: str | Path) -> 
     return beside(source, target)
 
 
-def refuse_head(drafter: str | Path, target: str | Path, *, native: bool) -> None:
-    """Raise the RequestError of a head beside graphs of ONNX Runtime's operators, which return no states.
+def check_drafter(
+    drafter: str | Path, target: str | Path, progress: ProgressCallback, *, native: bool
+) -> None:
+    """Find a drafter before its target is pulled or exported. One of the hub is pulled.
 
-    Nothing is pulled or exported before. Of heads that were not pulled the catalogue's are known. ``native``
-    says whether exports of both would be for edgespec's kernels.
+    ``native`` says whether exports of both would be for edgespec's kernels.
+
+    Raises:
+        RequestError: a head beside graphs of ONNX Runtime's operators, which return no states. The
+            catalogue's are not pulled before.
+        EdgespecError: there is no such drafter, or it cannot be used.
     """
     target_made = _made(target)
     if target_made is not None:
         native = target_made.manifest.operators == "edgespec"
-    if native:
-        return
     made, source = _made(drafter), checkpoint_of(drafter)
     is_head = str(drafter) in hub_heads() if made is None else made.config.is_head
+    if made is None and source is None and str(drafter) not in entries() and (native or not is_head):
+        source = locate(str(drafter), progress)[0]
+    if native:
+        return
     if is_head or (source is not None and _is_head(source, checkpoint_of(target))):
         raise RequestError(
             f"{drafter} is a head, which reads states of its target's layers, and graphs of ONNX Runtime's "

@@ -198,6 +198,11 @@ def _of_checkpoint(name: str, source: Path, options: ExportOptions) -> Footprint
 
     is_draft = options.role == "drafter" and is_head(source, options.target)
     target = options.target if is_draft else None
+    if is_draft and target is None:
+        raise RequestError(
+            f"{name} is a head, whose plan needs its target's source on this machine; pull the target, or "
+            "give its file or folder"
+        )
     with open_checkpoint(source, target, options.adapters, options.mmproj) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, options.weights)
         config, sees = checkpoint.config, options.role == "target" and options.native

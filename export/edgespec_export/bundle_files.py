@@ -16,7 +16,7 @@ from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileReco
 from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError
 from edgespec_models.storage import source_name
-from edgespec_models.text.chat_template import read_template
+from edgespec_models.text.chat_template import ChatTemplate, read_template
 from edgespec_models.text.template_files import DEFAULT, file_of
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import written_marks
@@ -33,12 +33,15 @@ rounded again, and for graphs of any shape that compute in float32.
 def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> None:
     """Write the tokenizer and chat templates: the file ``template``, or the checkpoint's own.
 
-    Raises ModelFileError for text that is no UTF-8, RequestError for a file without a template.
+    Raises ModelFileError for text that is no UTF-8, RequestError for a file without a template,
+    TokenizerError for a template that is not valid.
     """
     sources, tokenizer = checkpoint.chat_templates(), checkpoint.tokenizer_json()
     if template is not None:
         sources = {DEFAULT: read_template(template)}
         tokenizer = Tokenizer.from_json(tokenizer).with_special(written_marks(sources)).json()
+    for text in sources.values():
+        ChatTemplate(text)  # refused before minutes of writing
     texts = {TOKENIZER: tokenizer} | {file_of(name): text for name, text in sources.items()}
     for name, text in texts.items():
         try:

@@ -50,8 +50,14 @@ def export_model(
     options = options or ExportOptions()
     _check_request(options)
     started = perf_counter()
+    single = options.alignment, options.target, options.chat_template, options.mmproj
     check = partial(
-        check_place, source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file
+        check_place,
+        source,
+        out,
+        overwrite=options.overwrite,
+        replaceable=(out / MANIFEST).is_file,
+        others=[*options.calibration, *options.calibrate_with, *filter(None, single), *_adapters(options)],
     )
     with writing(out), staging(out, check) as folder, naming(source):
         if options.device in (None, "cuda"):
@@ -59,6 +65,14 @@ def export_model(
         else:
             from edgespec_export.devices.device_bundle import build_for_device as build
         return build(source, folder, options, progress, started)
+
+
+def _adapters(options: ExportOptions) -> list[Path]:
+    if not options.adapters:
+        return []
+    from edgespec_export.sources.adapters import adapter_of
+
+    return [adapter_of(text)[0] for text in options.adapters]
 
 
 def _check_request(options: ExportOptions) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -17,16 +17,26 @@ _OLD = "-old"
 _LOG = logging.getLogger("edgespec")
 
 
-def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
+def check_place(
+    source: Path,
+    out: Path,
+    *,
+    overwrite: bool,
+    replaceable: Callable[[], bool],
+    others: Sequence[Path] = (),
+) -> None:
     """Raise early if the bundle could not be put in its place.
 
-    ``replaceable`` says whether the present content of ``out`` may be replaced.
+    ``replaceable`` says whether the present content of ``out`` may be replaced. ``others`` are further files
+    that the export reads.
 
     Raises:
         ModelFileError: the source does not exist.
-        RequestError: ``out`` exists and may not be replaced, or holds the source, or no bundle could be
-            opened there.
+        RequestError: ``out`` exists and may not be replaced, or holds a file that the export reads, or no
+            bundle could be opened there.
     """
+    if out.name in ("", ".."):
+        raise RequestError(f"{out} does not name a new directory; give its name, as in {out.resolve()}")
     try:
         str(out.absolute()).encode()
     except UnicodeEncodeError as error:
@@ -41,10 +51,12 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
         raise RequestError(f"{out} exists; choose another directory, or overwrite it (--overwrite)")
     if not out.is_dir() or (any(out.iterdir()) and not replaceable()):
         raise RequestError(f"{out} is not a bundle and is not overwritten; choose another directory")
-    if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise RequestError(
-            f"{out} holds the source {source.name}, which overwriting would delete; choose another directory"
-        )
+    for file in (source, *others):
+        if out.resolve() in (file.resolve(), *file.resolve().parents):
+            raise RequestError(
+                f"{out} holds {file.name}, which the export reads and overwriting would delete; choose "
+                "another directory"
+            )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from edgespec_export import export as export_module
 from edgespec_export.export import export_model
 from edgespec_export.sources.gguf import GGUFFile
+from edgespec_export.sources.open import is_head
 from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.errors import EdgespecError, ModelFileError, StorageError, TokenizerError
 from edgespec_models.errors import UnsupportedModelError as Unsupported
@@ -100,6 +101,12 @@ def test_malformed_files(tmp_path: Path, name: str) -> None:
 def test_other_versions(tmp_path: Path, version: int) -> None:
     match = "big-endian" if version == 0x03000000 else f"version {version};"
     refused(tmp_path, gguf(0, 0, version=version), Unsupported, match)
+
+
+def test_an_architecture_that_is_an_array(tmp_path: Path) -> None:
+    content = gguf(0, 1, key(b"general.architecture", 9, struct.pack("<IQ2I", 4, 2, 7, 7)))
+    refused(tmp_path, content, Unsupported, r"'\[7 7\]'")
+    assert not is_head(tmp_path / "m.gguf")
 
 
 def test_truncated_anywhere(tmp_path: Path, sound: bytes) -> None:
@@ -275,6 +282,17 @@ def test_texts_types_and_sizes_that_cannot_be(tmp_path: Path) -> None:
         model.tensors[name] = ("F32", model.values(name)[:-9].copy())
     content = model.write(tmp_path / "m.gguf").read_bytes()
     refused(tmp_path, content, TokenizerError, "390 tokens, but the embedding 381 rows")
+
+
+@pytest.mark.parametrize("name", ["chat_template", "chat_template.tool_use"])
+def test_a_template_that_is_no_jinja_is_refused_before_weights_are_written(tmp_path: Path, name: str) -> None:
+    model, seen = tiny_gguf("llama", layers=1), set[str]()
+    say("chat_template", "{{ messages }}")(model)
+    say(name, "{% for %}")(model)
+    source = model.write(tmp_path / "m.gguf")
+    with pytest.raises(TokenizerError, match=r"m\.gguf.*template is not valid"):
+        export_model(source, tmp_path / "out", progress=lambda step: seen.add(step.stage))
+    assert "Exporting" not in seen
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_K", "MXFP4"])

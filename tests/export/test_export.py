@@ -1,6 +1,7 @@
 """From a GGUF file to a bundle: what the graph then computes, what the report says, where files end up."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.graphs import writer
 from edgespec_export.graphs.parity import Golden
-from edgespec_models.bundles.bundle import REPORT, WEIGHTS, Bundle
+from edgespec_models.bundles.bundle import MANIFEST, REPORT, WEIGHTS, Bundle
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.files.blocks import WITHIN
@@ -179,6 +180,36 @@ def test_what_is_no_bundle_or_holds_its_source_is_never_overwritten(tmp_path: Pa
     with pytest.raises(RequestError, match=r"m\.gguf"):
         export_model(source, out, options=ExportOptions(overwrite=True))
     assert source.is_file()
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["alignment", "target", "chat_template", "mmproj", "adapters", "calibration", "calibrate_with"],
+)
+def test_a_bundle_that_holds_another_file_to_read_is_not_overwritten(
+    tmp_path: Path, source: Path, option: str
+) -> None:
+    held = tmp_path / "out" / "held"
+    held.parent.mkdir()
+    for file in (held, held.with_name(MANIFEST)):
+        file.write_bytes(b"dear")
+    given: Any = {"adapters": (f"{held}=0.5",)} if option == "adapters" else {option: held}
+    given |= {option: (held,)} if option.startswith("calibrat") else {}
+    given |= {"role": "drafter"} if option in ("alignment", "target") else {}
+    with pytest.raises(RequestError, match="out holds held, which the export reads"):
+        export_model(source, held.parent, options=ExportOptions(overwrite=True, **given))
+    assert held.read_bytes() == b"dear"
+
+
+@pytest.mark.parametrize("out", [".", ".."])
+def test_a_place_without_a_name_of_its_own_is_refused(
+    tmp_path: Path, source: Path, monkeypatch: Patch, out: str
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    with pytest.raises(RequestError, match=rf"^{re.escape(out)} does not name a new directory"):
+        export_model(source, Path(out), options=ExportOptions(overwrite=True))
+    assert [path.name for path in (tmp_path / "a").rglob("*")] == ["b"]
 
 
 def test_a_failed_replacement_keeps_the_old_bundle(source: Path, monkeypatch: Patch) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from edgespec.cli import app
 from edgespec_export.export import export_model
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, Bundle
 from edgespec_models.decoders.kept import types_of
 from edgespec_models.decoders.operations import Experts
@@ -22,7 +23,9 @@ from edgespec_models.families.eagle3 import Eagle3
 from edgespec_models.families.rope import scaled
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.onnx_header import read_header
+from tests.kit import block_heads as blocks
 from tests.kit import heads as heads
+from tests.kit import mtp as mtp
 from tests.kit.gguf import tiny_gguf
 from tests.kit.heads import (
     DRAFTED,
@@ -346,3 +349,22 @@ def test_floats_get_four_bits_where_nothing_else_is_asked(tmp_path: Path, target
     export_model(head, tmp_path / "out", options=heads.drafts_for(target))
     assert "Q4_1" in Bundle(tmp_path / "out").manifest.formats
     assert "Q4_1" not in export(head, target, tmp_path / "eight").manifest.formats
+
+
+def test_a_head_for_blocks_in_a_file_keeps_the_scaling_of_its_rotation(tmp_path: Path) -> None:
+    target, model = blocks.target_gguf().write(tmp_path / "m.gguf"), blocks.gguf()
+    model.metadata |= {"dflash.rope.scaling.type": "linear", "dflash.rope.scaling.factor": 2.0}
+    with open_checkpoint(model.write(tmp_path / "head.gguf"), target) as head:
+        assert set(head.config.rope.factors) == {2.0}
+
+
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "directory"])
+def test_a_layer_reads_the_norm_of_a_target_in_another_form(tmp_path: Path, is_file: bool) -> None:
+    """Directories of Qwen3.5 have the weights of norms less 1."""
+    layer, target = mtp.layer_alone(), mtp.write_hf(tmp_path / "m")
+    del layer.tensors["output_norm.weight"]
+    source = layer.write(tmp_path / "mtp-m.gguf")
+    if not is_file:
+        source, target = target, mtp.model_alone().write(tmp_path / "m.gguf")
+    with open_checkpoint(source, target) as head, open_checkpoint(target) as base:
+        np.testing.assert_array_equal(head.values("target_norm"), base.values("final_norm"))

@@ -12,8 +12,10 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.downloads.catalog import entries, hub_heads, hub_names
 from edgespec_models.downloads.hub import on_hub
-from edgespec_models.errors import RequestError
-from edgespec_models.storage import models_dir
+from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
+from edgespec_models.storage import bundles_dir, models_dir
+from tests.kit.downloads import REPOSITORY, Hub
+from tests.kit.gguf import tiny_gguf
 from tests.kit.toy import tiny_bundle
 
 
@@ -126,4 +128,22 @@ def test_what_is_here_is_taken_for_a_path_too(large: Bundle, caplog: pytest.LogC
 def test_an_aligned_drafter_is_no_target_and_nothing_is_pulled_for_it() -> None:
     with pytest.raises(RequestError, match="is aligned to draft and is no target; give it with --drafter"):
         edgespec.load("smollm2-135m-qwen2.5-coder", None, progress=None)
+    with pytest.raises(RequestError, match="is aligned to draft and is no target; give it with --drafter"):
+        edgespec.plan("smollm2-135m-qwen2.5-coder")
     assert not any(models_dir().glob("*"))
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instrct", "nowhere.gguf"])
+def test_a_mistyped_drafter_is_an_error_before_the_target_is_exported(tmp_path: Path, name: str) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    with pytest.raises(EdgespecError, match=rf"no model '{name}'|{name} does not exist"):
+        edgespec.load(source, name, progress=None)
+    assert not any(bundles_dir().glob("*"))
+
+
+def test_a_drafter_of_the_hub_is_pulled_before_the_target_is_exported(tmp_path: Path, hub: Hub) -> None:
+    source = tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf")
+    hub.files, hub.content = {"config.json": b'{"model_type": "later"}', "model.safetensors": b"x"}, None
+    with pytest.raises(UnsupportedModelError, match="later"):
+        edgespec.load(source, f"hf:{REPOSITORY}", progress=None)
+    assert hub.fetched == ["config.json"] and not any(bundles_dir().glob("*"))

@@ -16,6 +16,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.catalog import hub_heads
 from edgespec_models.errors import RequestError
 from edgespec_models.storage import bundles_dir
+from tests.kit.downloads import REPOSITORY, Hub
 from tests.kit.heads import Head, target
 from tests.kit.machines import WORKSTATION, on_machine
 
@@ -42,6 +43,14 @@ def test_no_target_is_exported_or_pulled_for_it(
     for model, drafter in pairs[: 1 if "drafter_device" in options else 3]:
         with pytest.raises(RequestError, match=REFUSED):
             edgespec.load(model, drafter, progress=None, **options)
+    assert not any(bundles_dir().glob("*"))
+
+
+def test_no_target_is_exported_for_a_head_of_the_hub(tmp_path: Path, source: Path, hub: Hub) -> None:
+    head = Head.random().write(tmp_path / "head")
+    hub.files, hub.content = {file.name: file.read_bytes() for file in head.iterdir()}, None
+    with pytest.raises(RequestError, match=f"{REPOSITORY} {REFUSED}"):
+        edgespec.load(source, f"hf:{REPOSITORY}", progress=None, options=PORTABLE)
     assert not any(bundles_dir().glob("*"))
 
 

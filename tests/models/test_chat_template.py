@@ -147,6 +147,17 @@ def test_a_developer_is_the_system_where_the_template_does_not_know_the_role() -
     assert ask[0]["role"] == "developer"
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_tools_that_the_systems_message_shows_make_no_second_one(role: str) -> None:
+    """As in Phi-4-mini's template."""
+    shows = "{{ m.role }}: {{ m.content }}{% if 'tools' in m %} {{ m['tools'] }}{% endif %}; "
+    template = ChatTemplate("{% for m in messages %}" + shows + "{% endfor %}")
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert template.render([{"role": role, "content": "be brief"}, *ASK], tools) == (
+        'system: be brief [{"name": "f"}]; user: hi; '
+    )
+
+
 THINKING = """{%- if tools %}tools: {{ tools | tojson }}{% endif %}
 {%- if enable_thinking is defined and enable_thinking is false %}no thinking{% endif %}
 {%- if not date is defined %}{% set date = 'today' %}{% endif %}{{ date }}

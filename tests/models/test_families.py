@@ -284,6 +284,13 @@ def test_every_name_belongs_to_one_family() -> None:
     assert named("a family that nobody has") is None
 
 
+def test_facts_over_others_are_read_as_they_were() -> None:
+    class Keys(Facts):
+        """Of a GGUF file, in which a section is none."""
+
+    assert isinstance(Keys({}, "m.gguf").over({"head_dim": 64}), Keys)
+
+
 def test_files_of_a_glm4_that_sees_are_refused(tmp_path: Path) -> None:
     """Their converter moves the rows of queries and keys."""
     model = gguf_of("glm4")

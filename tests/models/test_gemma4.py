@@ -145,6 +145,14 @@ def test_the_first_files_of_gemma_2_do_not_state_its_caps_and_window(tmp_path: P
     assert read_config(largest).attention_scale == 0.25
 
 
+def test_a_cap_of_gemma_2_that_is_null_is_none() -> None:
+    facts = config_of("gemma2") | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    for left_out, caps in (set[str](), (None, None)), ({"attn_logit_softcapping"}, (50.0, None)):
+        stated = {key: value for key, value in facts.items() if key not in left_out}
+        config = read_config(Facts(stated, "config.json"))
+        assert isinstance(config, Gemma2) and (config.attention_cap, config.logit_cap) == caps
+
+
 def test_values_that_some_layers_lack_are_named(tmp_path: Path) -> None:
     model = gguf_of("gemma4_tied")
     model.tensors["blk.2.attn_v.weight"] = model.tensors["blk.2.attn_k.weight"]

@@ -20,7 +20,7 @@ from edgespec_models.graphs.tower import TILES, build_tower, padded
 
 def tower_bytes(tower: Tower) -> int:
     """Bytes of a tower's weights on disk."""
-    return allocate(build_tower(tower)[0], Path(), VISION_DATA)[1]
+    return allocate(build_tower(tower)[0], None, VISION_DATA)[1]
 
 
 def write_tower(

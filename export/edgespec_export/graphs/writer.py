@@ -118,7 +118,7 @@ def weight_bytes(checkpoint: Checkpoint, weights: str | None) -> tuple[dict[str,
     is_trimmed = config.is_head and not checkpoint.keeps_rows
     kept = tuple(range(min(MTP_ROWS, config.vocab_size))) if is_trimmed else None
     plan = plan_decoder(checkpoint, native=weights in (None, "exact"), head_tokens=kept)
-    parameters, size = allocate(_build(checkpoint, plan), Path())
+    parameters, size = allocate(_build(checkpoint, plan), None)
     return bytes_by_class(parameters, tied=plan.tied), size
 
 
@@ -126,8 +126,11 @@ def _build(checkpoint: Checkpoint, plan: DecoderPlan) -> ir.Model:
     return (build_native if plan.native else build_decoder)(checkpoint.config, plan)
 
 
-def allocate(model: ir.Model, folder: Path, data: str = DATA_FILE) -> tuple[dict[str, ir.Value], int]:
-    """Place each parameter in the data file; returns them and its size. OSError if the disk has no room."""
+def allocate(model: ir.Model, folder: Path | None, data: str = DATA_FILE) -> tuple[dict[str, ir.Value], int]:
+    """Place each parameter in the data file; returns them and its size.
+
+    Without a folder nothing is to be written. Raises OSError if the folder's disk has no room.
+    """
     parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
     at = 0
     for name, value in parameters.items():
@@ -136,12 +139,13 @@ def allocate(model: ir.Model, folder: Path, data: str = DATA_FILE) -> tuple[dict
         n_bytes = int(np.prod(shape)) * value.dtype.itemsize
         at = -(-at // _PAGE) * _PAGE
         value.const_value = ir.ExternalTensor(
-            data, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
+            data, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder or ""
         )
         at += int(n_bytes)
-    free = shutil.disk_usage(folder).free + _taken(folder / data)
-    if free < at:  # before minutes of writing
-        raise OSError(errno.ENOSPC, f"the weights take {at:,} bytes, {free:,} are free")
+    if folder is not None:  # before minutes of writing
+        free = shutil.disk_usage(folder).free + _taken(folder / data)
+        if free < at:
+            raise OSError(errno.ENOSPC, f"the weights take {at:,} bytes, {free:,} are free")
     return parameters, at
 
 

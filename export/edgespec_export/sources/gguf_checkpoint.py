@@ -265,8 +265,8 @@ def has_trunk(file: GGUFFile) -> bool:
 
 def family_of(file: GGUFFile) -> Family:
     """The family of a file; UnsupportedModelError or RequestError if edgespec cannot export it."""
-    architecture, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
-    instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
+    architecture, kind = (str(file.metadata.get(f"general.{key}")) for key in ("architecture", "type"))
+    instead = _NO_MODELS.get("mmproj" if architecture == "clip" else kind)
     if instead is not None:
         raise UnsupportedModelError(f"{file.path} is {instead}")
     family = in_gguf(architecture, file.path.name, file.tensors)

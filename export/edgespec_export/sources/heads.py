@@ -21,6 +21,7 @@ from edgespec_models.families import head_of, in_gguf
 from edgespec_models.families.heads import OTHER, Target, check_target
 from edgespec_models.families.names import own_names
 from edgespec_models.families.reading import config_of
+from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import ProgressCallback
@@ -61,6 +62,12 @@ class Head(Checkpoint):
         of_target = self.base.digest(progress)
         self.changes = {"target_sha256": of_target}
         return of_target if self.files == self.base.files else super().digest(progress)
+
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
+        """Rows of a tensor; the target's norm is read as the target's file has it."""
+        if name == "target_norm" and self.tensors[name] is self.base.tensors["final_norm"]:
+            return self.base.values("final_norm", start, stop) / np.float32(self.base.logits_factor)
+        return super().values(name, start, stop)
 
     def tiles_of(self, name: str) -> str | None:
         """Four bits and a minimum, because a step costs what it reads, and the head only guesses."""

@@ -8,8 +8,7 @@ follow, each lane by lane, then the float16 factors, or exponents in a byte. Cod
 so every weight keeps its value.
 """
 
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,29 +23,6 @@ U32 = npt.NDArray[np.uint32]
 _BLOCK, _GROUP, _GROUPS = 32, 4, 8  # inputs of a block and of a group, groups of a block
 _LINE = LANES * _GROUP
 _EACH_BYTE = 0x01010101
-_CODES: Final = MappingProxyType(
-    {
-        "Q4_0": (4, 0, 8),
-        "Q4_1": (4, 0, 0),
-        "Q5_0": (4, 1, 16),
-        "Q5_1": (4, 1, 0),
-        "Q8_0": (8, 0, 128),
-        "Q2_K": (2, 0, 0),
-        "Q3_K": (2, 1, 4),
-        "Q4_K": (4, 0, 0),
-        "Q5_K": (4, 1, 0),
-        "Q6_K": (4, 2, 32),
-        "IQ4_NL": (4, 0, 128),
-        "IQ4_XS": (4, 0, 128),
-        "MXFP4": (4, 0, 12),
-        "IQ2_XS": (2, 1, 128),
-        "IQ3_XXS": (4, 0, 31),
-        "IQ3_S": (4, 0, 16),
-        "NVFP4": (4, 0, 12),
-    }
-)
-"""Bits of a code in the first lines and above them, and the code of zero."""
-_WITH_MINIMUMS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
 
 
 def pack(name: str, raw: U8, source: GGMLType | None = None) -> U8:
@@ -78,7 +54,7 @@ def pack_blocks(name: str, blocks: Blocks, values: F32 | None = None) -> U8:
     Raises:
         UnsupportedModelError: a scale or minimum is beyond float16.
     """
-    bits, _, zero = _CODES[name]
+    bits, zero = FORMATS[name].low, FORMATS[name].zero
     form = (blocks.bits, blocks.zero, blocks.block, blocks.minimums is not None)
     if name not in ("Q8_0", "Q4_0", "Q4_1") or form != (bits, zero, _BLOCK, name == "Q4_1"):
         raise ValueError(f"{name} cannot hold bits, zero, block and minimums of {form}")
@@ -102,8 +78,7 @@ def unpack_tiles(name: str, tiles: U8, rows: int, columns: int) -> F32:
         Float32 ``(rows, columns)``.
     """
     assert tiles.size == tile_bytes(name, rows, columns)
-    inputs, n_bytes = FORMATS[name]
-    low, high, zero = _CODES[name]
+    inputs, n_bytes, low, high, zero, _ = FORMATS[name]
     flat = tiles.reshape(-1, columns // inputs, n_bytes)
     ends = np.cumsum([inputs * LANES * bits // 8 for bits in (low, high)])
     first, above, rest = np.split(flat, ends, axis=-1)
@@ -145,7 +120,7 @@ def _nearest(values: F32, scales: F16, minimums: F16 | None, bits: int, zero: in
 
 
 def _pack(name: str, source: Fields) -> U8:
-    low, high, _ = _CODES[name]
+    low, high = FORMATS[name].low, FORMATS[name].high
     rows, columns = source.codes.shape
     shape = (rows // LANES, LANES, columns // FORMATS[name].inputs)
     groups = _groups(source.codes, shape)
@@ -204,7 +179,7 @@ def _codes(lines: U8, bits: int) -> U8:
 def _numbers(name: str, rest: U8) -> tuple[F16 | U8, Steps | None, F16 | None, U8 | None]:
     """The numbers behind the lines, ``(tiles down, tiles along, bytes)``, in the order of :class:`Fields`."""
     down, along, n_bytes = rest.shape
-    at = n_bytes - 2 * LANES * (1 + (name in _WITH_MINIMUMS))
+    at = n_bytes - 2 * LANES * (1 + FORMATS[name].minimums)
 
     def by_row(part: U8, kind: type[np.generic]) -> npt.NDArray[Any]:
         numbers = np.ascontiguousarray(part).view(kind).reshape(down, along, -1, LANES)
@@ -214,7 +189,7 @@ def _numbers(name: str, rest: U8) -> tuple[F16 | U8, Steps | None, F16 | None, U
         return by_row(rest, np.uint8)[..., 0], None, None, None
     factors = by_row(rest[..., at:], np.float16)
     steps = by_row(rest[..., :at], np.uint8)
-    if name not in _WITH_MINIMUMS:
+    if not FORMATS[name].minimums:
         return factors[..., 0], steps if name == "NVFP4" else steps.view(np.int8) if at else None, None, None
     if not at:
         return factors[..., 0], None, factors[..., 1], None

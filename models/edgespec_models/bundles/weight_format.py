@@ -17,31 +17,38 @@ LANES: Final = 16
 
 
 class TileFormat(NamedTuple):
-    """A tile of a format: its inputs, and its bytes."""
+    """A tile of a format: its inputs, its bytes, and its codes.
+
+    A code has ``low`` bits in the first lines and ``high`` above them; ``zero`` is the code of zero.
+    """
 
     inputs: int
     n_bytes: int
+    low: int
+    high: int
+    zero: int
+    minimums: bool = False
 
 
 FORMATS: Final[Mapping[str, TileFormat]] = MappingProxyType(
     {
-        "Q4_0": TileFormat(32, 288),
-        "Q4_1": TileFormat(32, 320),
-        "Q5_0": TileFormat(32, 352),
-        "Q5_1": TileFormat(32, 384),
-        "Q8_0": TileFormat(32, 544),
-        "Q2_K": TileFormat(256, 1344),
-        "Q3_K": TileFormat(256, 1824),
-        "Q4_K": TileFormat(256, 2368),
-        "Q5_K": TileFormat(256, 2880),
-        "Q6_K": TileFormat(256, 3360),
-        "IQ4_NL": TileFormat(32, 288),
-        "IQ4_XS": TileFormat(256, 2208),
-        "MXFP4": TileFormat(32, 272),
-        "IQ2_XS": TileFormat(256, 1824),
-        "IQ3_XXS": TileFormat(256, 2208),
-        "IQ3_S": TileFormat(256, 2208),
-        "NVFP4": TileFormat(64, 608),
+        "Q4_0": TileFormat(32, 288, 4, 0, 8),
+        "Q4_1": TileFormat(32, 320, 4, 0, 0, minimums=True),
+        "Q5_0": TileFormat(32, 352, 4, 1, 16),
+        "Q5_1": TileFormat(32, 384, 4, 1, 0, minimums=True),
+        "Q8_0": TileFormat(32, 544, 8, 0, 128),
+        "Q2_K": TileFormat(256, 1344, 2, 0, 0, minimums=True),
+        "Q3_K": TileFormat(256, 1824, 2, 1, 4),
+        "Q4_K": TileFormat(256, 2368, 4, 0, 0, minimums=True),
+        "Q5_K": TileFormat(256, 2880, 4, 1, 0, minimums=True),
+        "Q6_K": TileFormat(256, 3360, 4, 2, 32),
+        "IQ4_NL": TileFormat(32, 288, 4, 0, 128),
+        "IQ4_XS": TileFormat(256, 2208, 4, 0, 128),
+        "MXFP4": TileFormat(32, 272, 4, 0, 12),
+        "IQ2_XS": TileFormat(256, 1824, 2, 1, 128),
+        "IQ3_XXS": TileFormat(256, 2208, 4, 0, 31),
+        "IQ3_S": TileFormat(256, 2208, 4, 0, 16),
+        "NVFP4": TileFormat(64, 608, 4, 0, 12),
     }
 )
 """The formats that the kernels multiply by."""

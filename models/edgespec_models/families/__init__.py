@@ -62,6 +62,7 @@ MODELS: Final = (
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
 TOWERS: Final = (GEMMA4_VISION, GEMMA4_EMBEDDER, LFM2_VISION, QWEN35_VISION)
+_CAPS: Final = "attn_logit_softcapping", "final_logit_softcapping"
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
     "target's source"
@@ -92,10 +93,11 @@ def model_of(facts: Facts) -> tuple[Family, Facts]:
     if head is not None:
         return _of_type(head[1]), head[1]
     text = facts.section("text_config")
+    off: dict[str, object] = dict.fromkeys({*facts.keys, *text.keys}.intersection(_CAPS))  # null is no cap
     if text.keys:
         facts = text.over({key: facts.value(key) for key in facts.keys})
     family = _of_type(facts)
-    facts = family.usual(facts).over({"rms_norm_eps": 1e-6, **family.defaults})
+    facts = family.usual(facts).over({"rms_norm_eps": 1e-6, **family.defaults, **off})
     if family.dense is not None and facts.integer("num_local_experts") == 0:
         family = family.dense
     return family, facts
@@ -130,7 +132,8 @@ def in_gguf(architecture: object, where: str, tensors: Iterable[str] = ()) -> Fa
 
 def of_gguf(architecture: object) -> Family | None:
     """The same, but None for others."""
-    return next((family for family in (*MODELS, *HEADS) if family.gguf and family.gguf == architecture), None)
+    name = str(architecture)
+    return next((family for family in (*MODELS, *HEADS) if family.gguf and family.gguf == name), None)
 
 
 def named(name: str) -> Family | None:

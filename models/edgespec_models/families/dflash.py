@@ -154,7 +154,6 @@ def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Tr
         names = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
         names["candidates"] = "selector_top_k"
         fields |= {name: facts.integer(key) for name, key in names.items()}
-    facts = facts.over({"vocab_size": config.vocab_size})
     made = trunk(facts, family, block=_block(facts, shapes), **fields)
     neighbours = not facts.boolean("rope_is_neox_style", default=True)
     return replace(made, rope=replace(made.rope, interleaved=neighbours))

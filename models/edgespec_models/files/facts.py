@@ -53,10 +53,10 @@ class Facts:
         """The value as it is, or None."""
         return self._values.get(self._names.get(key, key))
 
-    def over(self, others: Mapping[str, object]) -> "Facts":
+    def over(self, others: Mapping[str, object]) -> Self:
         """These facts, and ``others`` for missing keys."""
         stated = {key: value for key, value in self._values.items() if value is not None}
-        return Facts({**others, **stated}, self.where, self._names)
+        return type(self)({**others, **stated}, self.where, self._names)
 
     def changed(self, others: Mapping[str, object]) -> Self:
         """These facts with the values of ``others`` in place of their own."""

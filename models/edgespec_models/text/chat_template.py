@@ -244,7 +244,7 @@ class ChatTemplate:
             )
         others = _plain(arguments, "template_args")
         if self._tools_in_message and isinstance(others.get("tools"), list):
-            if copies[0]["role"] != "system":
+            if copies[0]["role"] not in _SYSTEM:
                 copies.insert(0, {"role": "system", "content": ""})
             functions = [tool.get("function") for tool in others.pop("tools") if isinstance(tool, dict)]
             copies[0]["tools"] = json.dumps(functions)
