@@ -6,6 +6,7 @@ not fit is deleted. Files are read and not mapped: a mapped file that another pr
 this one.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -28,6 +29,7 @@ _MOST: Final = 2_000_000_000
 _SHARE: Final = 10  # of the disk's free space, one part
 _AT_ONCE: Final = 32  # the part of the bound that is freed at once: looking at all files takes time
 _STEP_NS: Final = 1_000_000
+_LACK: Final = errno.EMFILE, errno.ENFILE, errno.ENOMEM
 _LOG = logging.getLogger("edgespec")
 
 
@@ -60,11 +62,16 @@ class BlockFiles:
     def read(self, key: str, name: str, size: int) -> memoryview | None:
         """A block of ``size`` bytes; None if the file holds another one. Such a file is deleted."""
         path = self._folder / key / name
-        with suppress(OSError, MemoryError):
+        try:
             if path.stat().st_size == _HEADER + size:
                 raw = memoryview(path.read_bytes())
                 if raw[:_HEADER] == _header(name, raw[_HEADER:]):
                     return raw[_HEADER:]
+        except MemoryError:
+            return None
+        except OSError as error:
+            if error.errno in _LACK:  # the file may be sound
+                return None
         with suppress(OSError):
             path.unlink()
         return None

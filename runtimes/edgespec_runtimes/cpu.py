@@ -181,15 +181,7 @@ def open_graph(
     if native:
         if not both:
             settings.intra_op_num_threads = 1  # the operators have threads of their own
-        settings.add_session_config_entry("edgespec.low", "1" if options.low_priority else "")
-        register_operators(
-            settings,
-            options.instructions,
-            threads=options.threads or default_threads(),
-            spinning=options.spinning,
-            huge_pages=options.huge_pages,
-            copied_bytes=options.copied_bytes,
-        )
+        register_operators(settings, options)
     try:
         if streams or in_bytes:
             folder = "session.model_external_initializers_file_folder_path"
@@ -239,34 +231,24 @@ def library_digest() -> str:
         return ""
 
 
-def register_operators(
-    settings: Any,
-    instructions: str = "",
-    *,
-    threads: int = 1,
-    spinning: bool = False,
-    huge_pages: bool = False,
-    copied_bytes: int | None = None,
-) -> None:
+def register_operators(settings: Any, options: CpuOptions) -> None:
     """Make the operators known to sessions with these ``settings``, ONNX Runtime's ``SessionOptions``.
 
-    ``instructions`` are one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
-    the same bits. ``threads`` threads share a pass, and with ``spinning`` wait busily for a moment.
-    ``huge_pages`` copies weights into huge pages, if the system has them: all, or ``copied_bytes`` of the
-    weights that every pass reads.
+    All instructions compute the same bits.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.
     """
-    if instructions and instructions not in INSTRUCTIONS:
-        raise DeviceError(
-            f"instructions {instructions!r} are not known; allowed: {', '.join(INSTRUCTIONS)}, or none for "
-            "the best that the processor has"
-        )
-    path = library()
-    wanted = {"instructions": instructions, "threads": str(threads), "spinning": "1" if spinning else ""}
-    if huge_pages:
-        wanted["huge_pages"] = "all" if copied_bytes is None else str(copied_bytes)
+    path, pages = library(), ""
+    if options.huge_pages:
+        pages = "all" if options.copied_bytes is None else str(options.copied_bytes)
+    wanted = {
+        "instructions": options.instructions,
+        "threads": str(options.threads or default_threads()),
+        "spinning": "1" if options.spinning else "",
+        "low": "1" if options.low_priority else "",
+        "huge_pages": pages,
+    }
     for name, value in wanted.items():
         if value:
             settings.add_session_config_entry(f"edgespec.{name}", value)
@@ -281,8 +263,8 @@ def register_operators(
         if "no instructions called" not in str(error):
             raise _unusable(path, error) from error
         raise DeviceError(
-            f"this processor lacks the instructions {instructions!r}; leave them out for its best ones, "
-            f"{best_instructions()}"
+            f"this processor lacks the instructions {options.instructions!r}; leave them out for its best "
+            f"ones, {best_instructions()}"
         ) from error
 
 

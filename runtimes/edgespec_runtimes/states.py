@@ -80,13 +80,14 @@ class States:
         if self.arrays and len(self.arrays[0]) == slots:
             return
         olds, self.arrays, self._values = self.arrays, [], []
+        arrays = list[npt.NDArray[Any]]()  # complete or not at all: memory may lack
         for tensor in self._layout:
             array = np.zeros((slots, *tensor.shape), tensor.dtype)
             if olds:  # each goes when it is copied
                 old = olds.pop(0)[:slots]
                 array[: len(old)] = old
-            self.arrays.append(array)
-        self._values = [ort_value(array) for array in self.arrays]
+            arrays.append(array)
+        self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
     def of_slot(self, slot: int) -> tuple[npt.NDArray[Any], ...]:
         """The states of a slot, in the memory of passes."""

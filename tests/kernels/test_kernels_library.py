@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, load_from_string, numpy_helper, save_model
 
 from edgespec_models.bundles.tiles import pack
-from edgespec_models.errors import DeviceError
+from edgespec_models.errors import DeviceError, RequestError
 from edgespec_runtimes import cpu
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
@@ -32,11 +32,11 @@ def test_the_sets_are_those_that_the_system_lists() -> None:
 
 
 def test_instructions_that_are_unknown_or_another_processors() -> None:
-    with pytest.raises(DeviceError, match=r"'sse9' are not known; allowed: avx512, .*plain"):
-        cpu.register_operators(ort.SessionOptions(), "sse9")
+    with pytest.raises(RequestError, match=r"sse9.*avx512.*plain"):
+        cpu.CpuOptions(instructions="sse9")
     other = next(name for name in cpu.INSTRUCTIONS if name not in sets())
     with pytest.raises(DeviceError, match=f"lacks the instructions '{other}'.*{sets()[-1][:3]}"):
-        cpu.register_operators(ort.SessionOptions(), other)
+        cpu.register_operators(ort.SessionOptions(), cpu.CpuOptions(instructions=other))
 
 
 @pytest.mark.parametrize(("platform", "name"), [("win32", "dll"), ("darwin", "dylib"), ("linux", "so")])
@@ -52,7 +52,7 @@ def test_a_library_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(cpu, "library", lambda: broken)
     with pytest.raises(DeviceError, match=r"cannot be loaded: .*Install"):
-        cpu.register_operators(ort.SessionOptions())
+        cpu.register_operators(ort.SessionOptions(), cpu.CpuOptions())
     with pytest.raises(DeviceError, match=r"cannot be loaded: .*Install"):
         cpu.best_instructions()
 
@@ -110,7 +110,7 @@ import gc
 from onnxruntime import SessionOptions
 from edgespec_runtimes import cpu
 settings = SessionOptions()
-cpu.register_operators(settings)
+cpu.register_operators(settings, cpu.CpuOptions())
 del settings
 gc.collect()
 assert "edgespec_kernels" in open("/proc/self/maps").read()

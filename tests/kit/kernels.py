@@ -47,7 +47,7 @@ def sets() -> tuple[str, ...]:
     names = []
     for name in cpu.INSTRUCTIONS:
         try:
-            cpu.register_operators(ort.SessionOptions(), name)
+            cpu.register_operators(ort.SessionOptions(), cpu.CpuOptions(instructions=name))
         except DeviceError:
             continue
         names.append(name)
@@ -96,9 +96,11 @@ def session(
     settings.log_severity_level = 4
     settings.intra_op_num_threads = 1
     settings.inter_op_num_threads = 1
-    cpu.register_operators(
-        settings, instructions, threads=threads, huge_pages=huge_pages, copied_bytes=copied_bytes
+    options = cpu.CpuOptions(
+        spinning=False, instructions=instructions, huge_pages=huge_pages, copied_bytes=copied_bytes
     )
+    cpu.register_operators(settings, options)
+    settings.add_session_config_entry("edgespec.threads", str(threads))  # also more than a user may have
     return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 

@@ -1,5 +1,6 @@
 """Prompts on disk: found by any process, the same bits, within their bound, whatever happens to the files."""
 
+import errno
 import os
 import re
 import stat
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -184,6 +186,26 @@ def test_a_damaged_file_costs_time_alone(
         path.write_bytes(contents.get(damage, whole))
     assert request(folder, tokens) == at * BLOCK
     assert request(folder, tokens) == (at if damage == "folder" else 8) * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (OSError(errno.EMFILE, "too many files"), True),
+        (MemoryError(), True),
+        (OSError(errno.EIO, "bad"), False),
+    ],
+)
+def test_a_file_stays_that_only_this_program_cannot_read_now(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, kept: bool
+) -> None:
+    request(folder, text(0, 32))
+    [block], files = stored(folder), BlockFiles(folder)
+    read = partial(files.read, KEY, block.path.name, SIZE - 48)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", Mock(side_effect=error))
+        assert read() is None
+    assert (read() is not None) == kept == block.path.exists()
 
 
 def test_when_files_can_be_written_again_it_goes_on(folder: Path) -> None:

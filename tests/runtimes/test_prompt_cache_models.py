@@ -94,6 +94,7 @@ def test_writing_is_behind_answers_and_makes_way_for_requests(monkeypatch: pytes
     monkeypatch.setattr(BlockFiles, "write", write)
     with toy_model(keyed(), options=LoadOptions(max_waiting=0)) as model:
         model.generate(LONG, max_new_tokens=1)  # answered, though writing waits
+        until(lambda: not queue_of(model).running)
         stream = model.stream("Hello", max_new_tokens=1)
         stream.start()  # and the model is not busy
         hold.set()

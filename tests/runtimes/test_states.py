@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from edgespec_runtimes.states import ResumePoints
+from edgespec_runtimes.states import ResumePoints, States
 from tests.kit.drafters import GREEDY
 from tests.kit.states import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel, check_rows
 from tests.kit.toy import F32, RandomDrafter, decode
@@ -134,6 +135,16 @@ def test_slots_are_as_many_as_there_were_sessions_at_once() -> None:
     assert again.stretch.slot == 1
     again.predict(TEXT[:20])
     assert model.states.nbytes == 3 * bytes_per_sequence(CONVOLUTION)
+
+
+def test_after_a_lack_of_memory_states_are_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = States(DELTA)
+    lacking = Mock(side_effect=[np.zeros((2, 1), np.float32), MemoryError()])
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(np, "zeros", lacking)
+        states.reserve(2)
+    states.reserve(2)
+    assert [state.shape for state in states.of_slot(1)] == [(1,), (LOGGED,)]
 
 
 def test_places_show_in_what_is_kept() -> None:
