@@ -275,8 +275,8 @@ def home(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
-    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setenv(name, "60")  # a busy machine is slow, and not away
     return tmp_path / "home" / "models"
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Timer
+from threading import get_ident
 from time import sleep
 from types import SimpleNamespace
 from typing import Any, cast
@@ -142,14 +142,15 @@ def test_a_pass_that_gives_way_is_waited_for_whatever_happens() -> None:
     over = list[object]()
 
     def run_with_iobinding(binding: object, options: object) -> None:
-        sleep(0.5)
+        until(lambda: sys._current_frames()[caller].f_code.co_name == "wait")
+        os.kill(os.getpid(), signal.SIGINT)
+        sleep(0.2)
         over.append(binding)
 
+    caller = get_ident()
     session = OwnThread(lambda: SimpleNamespace(run_with_iobinding=run_with_iobinding), "low")
-    interrupt = Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             session.run_with_iobinding("a pass")
     finally:

@@ -1,5 +1,6 @@
 """The share of the processor that other programs took: measured, and told where it is much."""
 
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ def test_other_programs_are_seen() -> None:
     program = "import time; end = time.perf_counter() + 0.6\nwhile time.perf_counter() < end: pass"
     watch = OtherPrograms()
     subprocess.run([sys.executable, "-c", program], check=True)
-    assert 0.05 < watch.share() <= 1
+    assert 0.1 / (os.cpu_count() or 1) < watch.share() <= 1
 
 
 def test_a_warning_says_how_much() -> None:
