@@ -14,7 +14,7 @@ from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
-from edgespec_runtimes.memory import keep_nothing
+from edgespec_runtimes.memory import give_back_at_once
 
 ALIGNMENT, _STATE = "alignment.safetensors", "training.pt"
 _HELD_OUT = 10  # one of so many prompts measures and is never trained on
@@ -163,7 +163,7 @@ def trained(
     measure = partial(first_guesses, texts=held, device=device, progress=progress)
     kind = SparingDecoder if sparing else TorchDecoder
     if sparing:
-        keep_nothing()
+        give_back_at_once()
     with open_checkpoint(source) as checkpoint:
         digest = known = checkpoint.digest(progress)
         decoder = kind(checkpoint, rank=options.rank, seed=options.seed, device=device)

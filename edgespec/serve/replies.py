@@ -199,7 +199,7 @@ class _Completion(Reply):
             }
             for at, generation in enumerate(answers)
             for choice, answer in zip(
-                self.choices(range(at * self.n, (at + 1) * self.n)), generation.choices, strict=False
+                self._to_prompt(at, len(generation.choices)), generation.choices, strict=True
             )
         ]
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
@@ -210,6 +210,9 @@ class _Completion(Reply):
             choices.append(copy(self))
             choices[-1].index = index
         return choices
+
+    def _to_prompt(self, at: int, count: int) -> Sequence[Self]:
+        return self.choices(range(at * self.n, at * self.n + count))
 
     def reading(self, progress: PromptProgress) -> list[Json]:
         """A chunk about the reading of the prompt, in llama.cpp's form: beside an empty piece."""

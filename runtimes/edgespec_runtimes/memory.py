@@ -54,10 +54,10 @@ def give_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_nothing() -> None:
-    """Let this process give memory back as soon as it is freed, which takes a little more time.
+def give_back_at_once() -> None:
+    """From now on give memory back to the system as soon as it is freed, which takes a little more time.
 
-    Else glibc keeps it, in pieces that later blocks do not fit.
+    Else glibc keeps it in pieces that later blocks do not fit.
     """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):

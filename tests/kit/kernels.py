@@ -99,8 +99,8 @@ def session(
     options = cpu.CpuOptions(
         spinning=False, instructions=instructions, huge_pages=huge_pages, copied_bytes=copied_bytes
     )
+    object.__setattr__(options, "threads", threads)  # also more than a user may have
     cpu.register_operators(settings, options)
-    settings.add_session_config_entry("edgespec.threads", str(threads))  # also more than a user may have
     return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
