@@ -36,7 +36,7 @@ def check_place(
             bundle could be opened there.
     """
     if out.name in ("", ".."):
-        raise RequestError(f"{out} does not name a new directory; give its name, as in {out.resolve()}")
+        raise RequestError(f"{out} does not name a new directory; give one, such as {out / 'bundle'}")
     try:
         str(out.absolute()).encode()
     except UnicodeEncodeError as error:

@@ -60,11 +60,8 @@ class _Quantized:
     def of(cls, kind: GGMLType, raw: U8, device: str) -> "_Quantized":
         """The matrix of raw blocks, uint8 ``(rows, blocks, bytes)``."""
         blocks = fields(kind, raw).blocks()
-        arrays = blocks.codes, blocks.scales, blocks.minimums
-        codes, scales, minimums = (
-            None if array is None else torch.from_numpy(np.array(array)).to(device) for array in arrays
-        )
-        assert codes is not None and scales is not None
+        minimums = None if blocks.minimums is None else _tensor(blocks.minimums, device)
+        codes, scales = _tensor(blocks.codes, device), _tensor(blocks.scales, device)
         return cls(codes, blocks.zero, scales, minimums, raw.shape[1] * kind.factors)
 
     def grown(self, growth: Tensor) -> Tensor:
@@ -76,6 +73,11 @@ class _Quantized:
         if self.minimums is not None:
             weights = weights - _by_block(self.minimums, factors[1])
         return weights.flatten(1)
+
+
+def _tensor(array: np.ndarray, device: str) -> Tensor:
+    """A copy of an array."""
+    return torch.from_numpy(np.array(array)).to(device)
 
 
 def _by_block(values: Tensor, factors: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class TorchDecoder(Backend):
                 self._quantized[name] = matrix = _Quantized.of(*source.read(name), device)
                 self.parameters[name + BLOCKS] = torch.zeros(matrix.factors, len(matrix.codes))
                 continue
-            self._weights[name] = torch.from_numpy(np.array(source.values(name))).to(device)
+            self._weights[name] = _tensor(source.values(name), device)
             if name.endswith("norm"):
                 self.parameters[name] = self._weights[name]
             elif name in projections and stored in FLOATS:
